@@ -1,0 +1,697 @@
+"""The shell that all optimizers of this package share: reduce, clip, ratio, rule, assign.
+
+`Optimizer` is a `keras.optimizers.Optimizer` whose update is right under every synchronous `tf.distribute` strategy.
+`VROptimizer` adds the gradient signal-to-noise ratio, `LayerAdaptiveOptimizer` what LARS and LAMB have in common.
+
+Private names of Keras in use, all of them the same from Keras 3.10 to 3.15:
+
+- `_filter_empty_gradients`, `_check_variables_are_known`, `_overwrite_variables_directly_with_gradients`: the parts of
+  `Optimizer.apply` that are kept. The rest of it is replaced: it divides by the loss scale before sparse gradients are
+  summed, and applies constraints with an all-reduce of the weights, in accumulation steps too.
+- `_iterations`, `_learning_rate`, `_track_variable`, `_untrack_variable`, `_distribution_strategy`: an optimizer made
+  outside the strategy that holds the model moves into it.
+- `_get_current_learning_rate`: schedules count updates, not accumulation steps.
+- `_get_variable_index`, `_trainable_variables`: which slot belongs to which variable.
+- `_overwrite_model_variables_with_average_value`: Keras' own assigns float32 averages to 16-bit variables.
+"""
+
+import math
+import numbers
+import re
+import types
+import typing
+import warnings
+
+import keras
+import tensorflow as tf
+
+from vrgd_tf import gsnr, replicas, rules
+
+SECOND_MOMENTS = ("scaled_gradient", "gradient")
+VARIANCE_DTYPES = ("float32", "bfloat16")
+_JIT_COMPILE_UPDATE = ("auto", True, False)
+
+BASE_ARGUMENTS = """
+        weight_decay: float or None, the rate of the weight decay.
+        clipnorm, clipvalue, global_clipnorm: float or None. As in Keras, but on the gradient that all replicas share,
+            after the reduction.
+        use_ema, ema_momentum, ema_overwrite_frequency: the average of the weights. As in Keras, counted in updates.
+        loss_scale_factor: float or None, as in Keras.
+        gradient_accumulation_steps: int >= 2 or None. Update once in so many steps, from the mean of their gradients.
+            A step that does not update sends nothing between replicas.
+        exclude_from_weight_decay: list of regular expressions that are searched in `variable.path`; [] excludes
+            nothing. {weight_decay_default}
+        skip_nonfinite: bool. If True, a NaN or an infinity in any gradient on any replica leaves all weights and slots
+            as they are, and counts in `skipped_updates`.
+        jit_compile_update: "auto", True or False. Whether XLA compiles the update of each variable. "auto" compiles it
+            except under a TPUStrategy, which compiles the whole step.
+        name: str or None, the optimizer's name."""
+
+GSNR_ARGUMENTS = """
+        gamma: float in (0, 1], the least ratio. At 1, with `ratio_max` 1, this is the plain optimizer.
+        ratio_max: float >= 1, the largest ratio. Above 1 it is this implementation's option, not the paper's.
+        beta_3: float in [0, 1) or None. If given, the ratio is averaged over updates with it, and corrected for its
+            bias, before it scales the gradient.
+        exclude_from_gsnr: list of regular expressions that are searched in `variable.path`. Variables that match have
+            ratio 1. None, the default, and [] exclude nothing.
+        variance_dtype: "float32" or "bfloat16", in which the variances travel between replicas."""
+
+LAYER_ADAPTATION_ARGUMENT = """
+        exclude_from_layer_adaptation: list of regular expressions that are searched in `variable.path`; variables that
+            match keep trust ratio 1. None, the default, stands for every variable of rank 0 or 1, such as biases and
+            the scales of normalisation layers; [] excludes nothing."""
+
+SECOND_MOMENT_ARGUMENT = """
+        second_moment: "scaled_gradient" or "gradient", which of ghat and gbar the second moment squares. With ghat, the
+            default, most of the ratio cancels between the moments: it changes little on tables and images and helped
+            a little on masked language models. With gbar the ratio really shortens the steps of noisy coordinates:
+            much better where many coordinates are noise or rare, clearly worse on masked language models; a
+            `ratio_max` of 10 enlarges both effects. (Prototypes of this implementation, not the paper's.)"""
+
+
+def documented(cls):
+    """Fills in the arguments that the docstrings of several classes share."""
+    decay_default = (
+        "None, the default, stands for every variable of rank 0 or 1, as in layer adaptation."
+        if issubclass(cls, LayerAdaptiveOptimizer)
+        else "None, the default, excludes nothing either."
+    )
+    if cls.__doc__ is not None:  # Python removes it under -OO.
+        cls.__doc__ = cls.__doc__.format(
+            base_arguments=BASE_ARGUMENTS.format(weight_decay_default=decay_default),
+            gsnr_arguments=GSNR_ARGUMENTS,
+            layer_adaptation_argument=LAYER_ADAPTATION_ARGUMENT,
+            second_moment_argument=SECOND_MOMENT_ARGUMENT,
+        )
+    return cls
+
+
+class Step(typing.NamedTuple):
+    """The scalars of one update, tensors that are the same on all replicas; None where they are not in use."""
+
+    learning_rate: tf.Tensor
+    number: tf.Tensor  # of this update, counted from 1, without the skipped ones
+    finite: tf.Tensor | None
+    weight_decay: float | None
+    gradient_scale: tf.Tensor | None
+    overwrite_with_average: tf.Tensor | None
+
+    def cast(self, dtype):
+        """The same scalars, the numbers among them in `dtype`."""
+
+        def convert(x):
+            return x if x is None or getattr(x, "dtype", None) == tf.bool else tf.cast(x, dtype)
+
+        return Step(*(convert(x) for x in self))
+
+
+class Optimizer(keras.optimizers.Optimizer):
+    """Base class: an optimizer whose update is the same on all replicas of a synchronous strategy.
+
+    A subclass names its slots in `slot_names` and computes its update in `rule`.
+    """
+
+    def __init__(
+        self,
+        learning_rate,
+        *,
+        exclude_from_weight_decay=None,
+        skip_nonfinite=True,
+        jit_compile_update="auto",
+        **kwargs,
+    ):
+        check_patterns("exclude_from_weight_decay", exclude_from_weight_decay)
+        check_choice("skip_nonfinite", skip_nonfinite, (True, False))
+        check_choice("jit_compile_update", jit_compile_update, _JIT_COMPILE_UPDATE)
+        _check_base_arguments(learning_rate, kwargs)
+        replicas.check_strategy(tf.distribute.get_strategy())
+        super().__init__(learning_rate=learning_rate, **kwargs)
+        self.skip_nonfinite = skip_nonfinite
+        self.jit_compile_update = jit_compile_update
+        self._weight_decay_exclusions = exclude_from_weight_decay
+        # A namespace, because Keras and TensorFlow would track a dictionary, and save its variables twice.
+        self._slots = types.SimpleNamespace()
+        self._skipped_updates = None
+
+    # What a subclass fills in.
+
+    def slot_names(self):
+        """Names of the slots that `build` adds to those of the Keras class."""
+        return []
+
+    def rule(self, variable, gradient, ratio, slots, step, *, decays, adapts):
+        """The update rule, a pure function of tensors.
+
+        Args:
+            variable: the variable's value, float32 or float64.
+            gradient: the mean gradient after clipping, of the same shape and dtype.
+            ratio: what scales the gradient, of the same shape and dtype, or None for 1.
+            slots: dict from slot names to values.
+            step: a `Step`, its numbers of the variable's dtype.
+            decays: bool, whether weight decay applies to the variable.
+            adapts: bool, whether layer adaptation applies to the variable.
+
+        Returns:
+            `(variable, slots)` with the new values.
+        """
+        raise NotImplementedError
+
+    # Variables.
+
+    @property
+    def skipped_updates(self):
+        """How many updates were skipped because a gradient was not finite: an int64 scalar tensor."""
+        if self._skipped_updates is None:
+            return tf.zeros((), tf.int64)
+        return tf.convert_to_tensor(self._skipped_updates)
+
+    def add_variable(self, shape, initializer="zeros", dtype=None, *args, **kwargs):
+        """As in Keras, but a 16-bit variable is held in float32."""
+        return super().add_variable(shape, initializer, _arithmetic_dtype(dtype or keras.config.floatx()), *args, **kwargs)
+
+    def add_optimizer_variables(self, trainable_variables, name, initializer="zeros"):
+        """As in Keras; the update finds the slots by their names."""
+        slots = super().add_optimizer_variables(trainable_variables, name, initializer)
+        if isinstance(name, str):
+            setattr(self._slots, name, slots)
+        else:
+            vars(self._slots).update(zip(name, slots, strict=True))
+        return slots
+
+    def build(self, variables):
+        """Creates the optimizer's variables under the strategy that holds `variables`."""
+        if self.built:
+            return
+        variables = list(variables)
+        strategy = replicas.strategy_of(variables)
+        with replicas.creation_scope(strategy):
+            self._move_to(strategy)
+            steps = self.gradient_accumulation_steps
+            # Keras would build mirrored accumulators, which cannot hold another value on every replica.
+            self.gradient_accumulation_steps = None
+            try:
+                super().build(variables)
+                for name in self.slot_names():
+                    self.add_optimizer_variables(variables, name)
+            finally:
+                self.gradient_accumulation_steps = steps
+            if steps:
+                self._build_accumulators(variables)
+            self._skipped_updates = self.add_variable(
+                (), dtype="int64", aggregation="only_first_replica", name="skipped_updates"
+            )
+        self._compile(strategy)
+        self._warn_of_unmatched_patterns(variables)
+
+    def _move_to(self, strategy):
+        if strategy is self._distribution_strategy:
+            return
+        self._distribution_strategy = strategy
+        for name in ("_iterations", "_learning_rate"):
+            old = getattr(self, name)
+            if isinstance(old, keras.Variable):
+                self._untrack_variable(old)
+                new = keras.Variable(
+                    old.numpy(), dtype=old.dtype, trainable=False, aggregation="only_first_replica", name=old.name
+                )
+                self._track_variable(new)
+                setattr(self, name, new)
+
+    def _build_accumulators(self, variables):
+        if any(self._overwrite_variable_with_gradient(variable) for variable in variables):
+            raise ValueError(
+                "gradient_accumulation_steps does not work with variables that their gradients overwrite, such as "
+                "those of float8 training. Received: gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, with such a variable among those to train."
+            )
+        self._accumulated_means = self._local_slots(variables, "accumulated_mean")
+
+    def _local_slots(self, variables, name):
+        slots = []
+        for variable in variables:
+            slot = replicas.local_variable(
+                variable.shape, _arithmetic_dtype(variable.dtype), f"{_path(variable).replace('/', '_')}_{name}"
+            )
+            self._track_variable(slot)
+            slots.append(slot)
+        return slots
+
+    def _compile(self, strategy):
+        compile_ = self.jit_compile_update
+        if compile_ == "auto":
+            compile_ = not replicas.is_tpu(strategy)
+        self._new_values_fn = _Compiled(self._new_values) if compile_ else self._new_values
+        self._accumulate_fn = _Compiled(gsnr.accumulate) if compile_ else gsnr.accumulate
+        self._relative_variance_fn = _Compiled(gsnr.relative_variance) if compile_ else gsnr.relative_variance
+
+    # One step.
+
+    def apply(self, grads, trainable_variables=None):
+        """Updates the variables, or adds to the accumulated gradients. Called in replica context.
+
+        Args:
+            grads: list of gradients of this replica, tensors, `tf.IndexedSlices` or None.
+            trainable_variables: list of variables as long. None stands for those that the optimizer was built with.
+
+        Raises:
+            ValueError: if no gradient is given for any variable, if a variable is unknown, outside replica context, or
+                where the GSNR needs more samples than there are.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "Gradients are applied on each replica: call apply_gradients in the function that strategy.run takes. "
+                "Received a call in cross-replica context."
+            )
+        variables = self._variables_of(grads, trainable_variables)
+        self._check_samples()
+        with tf.name_scope(self.name):
+            grads, variables = self._filter_empty_gradients(grads, variables)
+            grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
+            samples = [self._sample(gradient, variable) for gradient, variable in zip(grads, variables, strict=True)]
+            if self.gradient_accumulation_steps:
+                replicas.cond(
+                    lambda: tf.equal(self._accumulated_steps() + 1, self.gradient_accumulation_steps),
+                    lambda *samples: self._update(variables, samples),
+                    lambda *samples: self._accumulate(variables, samples),
+                    samples,
+                )
+            else:
+                self._update(variables, samples)
+            replicas.assign([self._iterations], [tf.convert_to_tensor(self._iterations) + 1])
+
+    def _variables_of(self, grads, trainable_variables):
+        if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    "Gradients without variables need an optimizer that is built. Call optimizer.build(variables) "
+                    f"first, or pass the variables. Received: {len(grads)} gradients."
+                )
+            trainable_variables = self._trainable_variables
+        trainable_variables = list(trainable_variables)
+        if len(grads) != len(trainable_variables):
+            raise ValueError(
+                "Expected one gradient for each variable. Received: "
+                f"{len(grads)} gradients for {len(trainable_variables)} variables."
+            )
+        replicas.build_once(lambda: self.built, lambda: self.build(trainable_variables))
+        self._check_variables_are_known(trainable_variables)
+        return trainable_variables
+
+    def _check_samples(self):
+        """Raises ValueError where an update has too few samples; called when a step is traced."""
+
+    def _sample(self, gradient, variable):
+        """One sample: dense, in the dtype of the arithmetic, without the loss scale."""
+        sample = tf.cast(tf.convert_to_tensor(gradient), _arithmetic_dtype(variable.dtype))
+        if self.loss_scale_factor is not None:
+            sample /= self.loss_scale_factor
+        return sample
+
+    def _accumulated_steps(self):
+        return self._iterations % self.gradient_accumulation_steps
+
+    def _accumulate(self, variables, samples):
+        for variable, sample in zip(variables, samples, strict=True):
+            index = self._get_variable_index(variable)
+            for slot, value in zip(self._accumulators(index), self._accumulated(index, sample), strict=True):
+                if slot is not None:
+                    slot.assign(value)
+
+    def _accumulators(self, index):
+        """The variables that hold the mean and the squared deviations of a variable's samples on this replica."""
+        return self._accumulated_means[index], None
+
+    def _accumulated(self, index, sample):
+        mean, deviations = self._accumulators(index)
+        return self._accumulate_fn(
+            sample,
+            tf.convert_to_tensor(mean),
+            None if deviations is None else tf.convert_to_tensor(deviations),
+            self._accumulated_steps(),
+        )
+
+    def _update(self, variables, samples):
+        indices = [self._get_variable_index(variable) for variable in variables]
+        if self.gradient_accumulation_steps:
+            pairs = [self._accumulated(index, sample) for index, sample in zip(indices, samples, strict=True)]
+            means, deviations = zip(*pairs, strict=True)
+        else:
+            means, deviations = samples, [None] * len(samples)
+        gradients = replicas.all_reduce_sum(list(means))
+        variances = self._variances(variables, means, gradients, deviations)
+        step = self._step(gradients)
+        targets, values = [], []
+        for variable, index, gradient, variance in zip(variables, indices, gradients, variances, strict=True):
+            slots = {name: slot[index] for name, slot in vars(self._slots).items() if slot[index] is not None}
+            # A constraint is the user's code, which XLA may not be able to compile.
+            constraint = getattr(variable, "constraint", None)
+            new_values = self._new_values_fn if constraint is None else self._new_values
+            new_variable, new_slots = new_values(
+                tf.convert_to_tensor(variable),
+                gradient,
+                variance,
+                {name: tf.convert_to_tensor(slot) for name, slot in slots.items()},
+                step,
+                decays=self._decays(variable),
+                adapts=self._adapts(variable),
+                constraint=constraint,
+            )
+            targets += [variable, *slots.values()]
+            values += [new_variable, *(new_slots[name] for name in slots)]
+        if step.finite is not None:
+            targets.append(self._skipped_updates)
+            values.append(self.skipped_updates + tf.cast(tf.logical_not(step.finite), tf.int64))
+        replicas.assign(targets, values)
+
+    def _variances(self, variables, means, gradients, deviations):
+        """The relative variance of each variable's samples, None where it is not wanted."""
+        return [None] * len(variables)
+
+    def _ratio(self, gradient, variance, slots, step):
+        """The ratio that scales a gradient, None for 1, and the new values of the slots that it keeps."""
+        return None, {}
+
+    def _step(self, gradients):
+        iterations = tf.cast(self.iterations, tf.int64)
+        return Step(
+            learning_rate=tf.convert_to_tensor(self.learning_rate),
+            number=iterations + 1 - self.skipped_updates,
+            finite=replicas.all_finite(gradients) if self.skip_nonfinite else None,
+            weight_decay=self.weight_decay,
+            gradient_scale=self._global_clip(gradients),
+            overwrite_with_average=(
+                tf.equal((iterations + 1) % self.ema_overwrite_frequency, 0)
+                if self.use_ema and self.ema_overwrite_frequency
+                else None
+            ),
+        )
+
+    def _global_clip(self, gradients):
+        if self.global_clipnorm is None:
+            return None
+        total = rules.norm(tf.stack([rules.norm(gradient) for gradient in gradients]))
+        return self.global_clipnorm / tf.maximum(total, self.global_clipnorm)
+
+    def _new_values(self, variable, gradient, variance, slots, step, *, decays, adapts, constraint):
+        """The new values of one variable and of its slots: all arithmetic of an update after the reductions."""
+        dtype = gradient.dtype
+        step = step.cast(dtype)
+        old = tf.cast(variable, dtype)
+        ratio, new_slots = self._ratio(gradient, variance, slots, step)
+        gradient = self._clip(gradient, step)
+        new, rule_slots = self.rule(old, gradient, ratio, slots, step, decays=decays, adapts=adapts)
+        new_slots |= rule_slots
+        if self.use_ema:
+            average = tf.where(step.number <= 1, new, rules.moving_average(slots["average"], new, self.ema_momentum))
+            new_slots["average"] = average
+            if step.overwrite_with_average is not None:
+                new = tf.where(step.overwrite_with_average, average, new)
+        new = tf.cast(new, variable.dtype)
+        if constraint is not None:
+            new = constraint(new)
+        if step.finite is not None:
+            new = tf.where(step.finite, new, variable)
+            new_slots = {name: tf.where(step.finite, value, slots[name]) for name, value in new_slots.items()}
+        return new, new_slots
+
+    def _clip(self, gradient, step):
+        if self.clipvalue is not None:
+            return tf.clip_by_value(gradient, -self.clipvalue, self.clipvalue)
+        if self.clipnorm is not None:
+            return gradient * (self.clipnorm / tf.maximum(rules.norm(gradient), self.clipnorm))
+        if step.gradient_scale is not None:
+            return gradient * step.gradient_scale
+        return gradient
+
+    def _get_current_learning_rate(self):
+        if isinstance(self._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+            return self._learning_rate(self.iterations)
+        return super()._get_current_learning_rate()
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables):
+        for variable, average in zip(trainable_variables, self._slots.average, strict=True):
+            if average is not None:
+                replicas.unwrap(variable).assign(tf.cast(tf.convert_to_tensor(average), variable.dtype))
+
+    # Exclusions.
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        """Excludes variables from weight decay, in place of what the argument of the same name said.
+
+        Args:
+            var_list: list of variables.
+            var_names: list of regular expressions that are searched in the variables' names.
+        """
+        if self.built:
+            raise ValueError("exclude_from_weight_decay must be called before the optimizer is built.")
+        patterns = [f"^{re.escape(_path(variable))}$" for variable in var_list or ()]
+        patterns += [f"(^|/)[^/]*({name})[^/]*$" for name in var_names or ()]
+        check_patterns("var_names", patterns)
+        self._weight_decay_exclusions = patterns
+
+    def _exclusions(self):
+        """Dict from argument names to lists of patterns."""
+        return {"exclude_from_weight_decay": self._weight_decay_exclusions}
+
+    def _decays(self, variable):
+        return bool(self.weight_decay) and not _matches(self._weight_decay_exclusions, variable)
+
+    def _adapts(self, variable):
+        return False
+
+    def _warn_of_unmatched_patterns(self, variables):
+        for argument, patterns in self._exclusions().items():
+            for pattern in patterns or ():
+                if not any(_matches([pattern], variable) for variable in variables):
+                    warnings.warn(
+                        f"{argument} of {self.name}: the pattern {pattern!r} matches no variable. The variables are: "
+                        f"{', '.join(_path(variable) for variable in variables)}",
+                        stacklevel=2,
+                    )
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(skip_nonfinite=self.skip_nonfinite, jit_compile_update=self.jit_compile_update)
+        for argument, patterns in self._exclusions().items():
+            config[argument] = None if patterns is None else list(patterns)
+        return config
+
+
+class VROptimizer(Optimizer):
+    """Adds the ratio to an optimizer: its gradient is scaled by it. First among the base classes of such a class."""
+
+    def __init__(
+        self, *, gamma=0.1, ratio_max=1.0, beta_3=None, exclude_from_gsnr=None, variance_dtype="float32", **kwargs
+    ):
+        gamma = check_number("gamma", gamma, "in (0, 1]", lambda x: 0 < x <= 1)
+        ratio_max = check_number("ratio_max", ratio_max, "at least 1 and finite", lambda x: 1 <= x < math.inf)
+        beta_3 = beta_3 if beta_3 is None else check_decay_rate("beta_3", beta_3)
+        check_patterns("exclude_from_gsnr", exclude_from_gsnr)
+        check_choice("variance_dtype", variance_dtype, VARIANCE_DTYPES)
+        super().__init__(**kwargs)
+        self.gamma = gamma
+        self.ratio_max = ratio_max
+        self.beta_3 = beta_3
+        self.variance_dtype = variance_dtype
+        self.exclude_from_gsnr = exclude_from_gsnr
+        self._warned_of_few_samples = False
+
+    def samples(self):
+        """k, the samples of one update: replicas in sync times accumulation steps."""
+        return replicas.replica_count() * (self.gradient_accumulation_steps or 1)
+
+    def slot_names(self):
+        return super().slot_names() + ([] if self.beta_3 is None else ["ratio_average"])
+
+    def _build_accumulators(self, variables):
+        super()._build_accumulators(variables)
+        self._accumulated_deviations = self._local_slots(variables, "accumulated_deviations")
+
+    def _accumulators(self, index):
+        return self._accumulated_means[index], self._accumulated_deviations[index]
+
+    def _check_samples(self):
+        samples = self.samples()
+        if samples < 2:
+            raise ValueError(
+                f"{type(self).__name__} measures the variance of the gradient over its samples, one for each replica "
+                "and accumulation step, and needs at least 2 of them. Received: 1 replica without accumulation. Train "
+                "under a strategy with 2 or more replicas, or set gradient_accumulation_steps to 2 or more; 4 samples "
+                "or more are recommended."
+            )
+        if samples < 4 and not self._warned_of_few_samples:
+            self._warned_of_few_samples = True
+            warnings.warn(
+                f"{type(self).__name__} has {samples} gradient samples in each update. With so few, most ratios of a "
+                f"large layer are {'nearly all' if samples == 2 else 'half'} at gamma, whatever the gradient; use 4 or "
+                "more (replicas x gradient_accumulation_steps).",
+                stacklevel=2,
+            )
+
+    def _uses_gsnr(self, variable):
+        return not _matches(self.exclude_from_gsnr, variable)
+
+    def _variances(self, variables, means, gradients, deviations):
+        used = [i for i, variable in enumerate(variables) if self._uses_gsnr(variable)]
+        variances = replicas.variance_of_samples(
+            [means[i] for i in used],
+            [gradients[i] for i in used],
+            [deviations[i] for i in used],
+            self.gradient_accumulation_steps or 1,
+            None if self.variance_dtype == "float32" else self.variance_dtype,
+            self._relative_variance_fn,
+        )
+        found = dict(zip(used, variances, strict=True))
+        return [found.get(i) for i in range(len(variables))]
+
+    def _ratio(self, gradient, variance, slots, step):
+        if variance is None:
+            return None, {}
+        r, defined = gsnr.gsnr(gradient, variance, self.samples())
+        ratio = gsnr.layer_ratio(r, defined, self.gamma, self.ratio_max)
+        if self.beta_3 is None:
+            return ratio, {}
+        average = rules.moving_average(slots["ratio_average"], ratio, self.beta_3)
+        return average / rules.bias_correction(self.beta_3, step.number), {"ratio_average": average}
+
+    def _exclusions(self):
+        return super()._exclusions() | {"exclude_from_gsnr": self.exclude_from_gsnr}
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            gamma=self.gamma, ratio_max=self.ratio_max, beta_3=self.beta_3, variance_dtype=self.variance_dtype
+        )
+        return config
+
+
+class LayerAdaptiveOptimizer(Optimizer):
+    """What LARS and LAMB share: weight decay inside the trust ratio, and variables that have neither."""
+
+    def __init__(self, *, exclude_from_layer_adaptation=None, **kwargs):
+        check_patterns("exclude_from_layer_adaptation", exclude_from_layer_adaptation)
+        super().__init__(**kwargs)
+        self.exclude_from_layer_adaptation = exclude_from_layer_adaptation
+
+    def _decays(self, variable):
+        if self._weight_decay_exclusions is None and _is_vector(variable):
+            return False
+        return super()._decays(variable)
+
+    def _adapts(self, variable):
+        if self.exclude_from_layer_adaptation is None:
+            return not _is_vector(variable)
+        return not _matches(self.exclude_from_layer_adaptation, variable)
+
+    def _exclusions(self):
+        return super()._exclusions() | {"exclude_from_layer_adaptation": self.exclude_from_layer_adaptation}
+
+
+class _Compiled:
+    """A pure function of tensors, compiled by XLA: one program for each signature of its arguments."""
+
+    def __init__(self, function):
+        self._function = function
+        self._programs = {}
+
+    def __call__(self, *args, **flags):
+        tensors = [x for x in tf.nest.flatten(args) if x is not None]
+        tensors = [tf.convert_to_tensor(x) for x in tensors]
+        key = (tuple((x.shape, x.dtype) for x in tensors), tuple(sorted(flags.items())))
+        if key not in self._programs:
+            self._programs[key] = tf.function(self._function, jit_compile=True, autograph=False)
+        return self._programs[key](*args, **flags)
+
+
+def decoupled_decay(variable, step, decays):
+    """`variable` after decoupled weight decay, as Keras applies it, before the update."""
+    return variable - variable * (step.weight_decay * step.learning_rate) if decays else variable
+
+
+def scaled(gradient, ratio):
+    """The gradient times its ratio; None is ratio 1."""
+    return gradient if ratio is None else gradient * ratio
+
+
+def _arithmetic_dtype(dtype):
+    dtype = keras.backend.standardize_dtype(dtype)
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def _path(variable):
+    return getattr(variable, "path", variable.name)
+
+
+def _is_vector(variable):
+    return len(variable.shape) <= 1
+
+
+def _matches(patterns, variable):
+    return any(re.search(pattern, _path(variable)) for pattern in patterns or ())
+
+
+# Checks of arguments. Each raises ValueError.
+
+
+def check_number(name, value, expected, holds):
+    """Returns `value` as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not holds(value):
+        raise ValueError(f"`{name}` must be a number {expected}. Received: {name}={value!r}")
+    return float(value)
+
+
+def check_decay_rate(name, value):
+    """Returns `value` as a float."""
+    return check_number(name, value, "in [0, 1)", lambda x: 0 <= x < 1)
+
+
+def check_rate(name, value):
+    """Returns `value` as a float."""
+    return check_number(name, value, "at least 0 and finite", lambda x: 0 <= x < math.inf)
+
+
+def check_adam_arguments(beta_1, beta_2, epsilon):
+    """Returns the three as floats."""
+    return check_decay_rate("beta_1", beta_1), check_decay_rate("beta_2", beta_2), check_rate("epsilon", epsilon)
+
+
+def check_second_moment(value):
+    check_choice("second_moment", value, SECOND_MOMENTS)
+
+
+def check_choice(name, value, choices):
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}. Received: {name}={value!r}")
+
+
+def check_patterns(name, patterns):
+    valid = patterns is None or isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns)
+    if not valid:
+        raise ValueError(f"`{name}` must be None or a list of regular expressions. Received: {name}={patterns!r}")
+    for pattern in patterns or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"`{name}` must hold regular expressions. Received: {pattern!r}, which is none: {error}"
+            ) from error
+
+
+def _check_base_arguments(learning_rate, arguments):
+    """What Keras leaves unchecked among the arguments that all its optimizers take."""
+    if isinstance(learning_rate, numbers.Real):
+        check_rate("learning_rate", learning_rate)
+    if arguments.get("weight_decay") is not None:
+        check_rate("weight_decay", arguments["weight_decay"])
+    for name in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
+        if arguments.get(name) is not None:
+            check_number(name, arguments[name], "above 0 and finite", lambda x: 0 < x < math.inf)
+    steps = arguments.get("gradient_accumulation_steps")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 2):
+        raise ValueError(
+            "`gradient_accumulation_steps` must be None or an integer >= 2. Received: "
+            f"gradient_accumulation_steps={steps!r}"
+        )

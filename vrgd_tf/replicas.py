@@ -1,0 +1,172 @@
+"""What runs across replicas: the sums, the samples, the writes. The only file that knows `tf.distribute`.
+
+A train step runs in *replica context*: once on each replica, with that replica's gradients. Whatever a replica
+computes from summed tensors is the same on all of them, so that writes need no message.
+
+Private names of TensorFlow in use, with the reason:
+
+- `tf.__internal__.distribute.interim.maybe_merge_call` (Keras uses it since 3.0): writes to mirrored variables from
+  replica context, on strategies that need a merge call for it and on those that refuse one.
+- `tf.__internal__.distribute.strategy_supports_no_merge_call`: the same question for `cond`.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from vrgd_tf import gsnr
+
+SUPPORTED = (
+    "tf.distribute.TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, and no strategy at all"
+)
+_ASYNCHRONOUS = (tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy)
+
+
+def check_strategy(strategy):
+    """Raises ValueError if the replicas of `strategy` do not apply their gradients together."""
+    if isinstance(strategy, _ASYNCHRONOUS):
+        raise ValueError(
+            "The optimizers of vrgd_tf need a strategy whose replicas update mirrored variables in step: "
+            f"{SUPPORTED}. Received: {type(strategy).__name__}"
+        )
+
+
+def strategy_of(variables):
+    """The strategy that holds `variables`; where none does, the current one.
+
+    Raises:
+        ValueError: if the strategy is not supported.
+    """
+    for variable in variables:
+        tensor = unwrap(variable)
+        if hasattr(tensor, "distribute_strategy"):
+            strategy = tensor.distribute_strategy
+            break
+    else:
+        strategy = tf.distribute.get_strategy()
+    check_strategy(strategy)
+    return strategy
+
+
+@contextlib.contextmanager
+def creation_scope(strategy):
+    """Where new variables of `strategy` are created, also when a train step that is being traced asks for them."""
+    with tf.init_scope():
+        if tf.distribute.has_strategy() and tf.distribute.get_strategy() is strategy:
+            yield
+        else:
+            with strategy.scope():
+                yield
+
+
+def is_tpu(strategy):
+    """Whether `strategy` compiles the whole step for TPUs."""
+    return isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy))
+
+
+def replica_count():
+    """How many replicas the current strategy keeps in sync."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def unwrap(variable):
+    """The TensorFlow variable under a Keras variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def local_variable(shape, dtype, name):
+    """A zero variable whose value may differ from replica to replica; writes to it stay on the replica."""
+    return keras.Variable(
+        "zeros", shape=shape, dtype=dtype, trainable=False, aggregation="sum", synchronization="on_read", name=name
+    )
+
+
+def all_reduce_sum(tensors):
+    """The sums of the replicas' `tensors`, a list as long, on every replica."""
+    if not tensors:
+        return []
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
+
+def assign(variables, values):
+    """Writes `values`, which are the same on all replicas, to mirrored `variables`. Called on every replica."""
+    variables = [unwrap(variable) for variable in variables]
+
+    def write(strategy, values):
+        for variable, value in zip(variables, values, strict=True):
+            strategy.extended.update(variable, lambda v, x: v.assign(x), args=(value,), group=False)
+
+    tf.__internal__.distribute.interim.maybe_merge_call(write, tf.distribute.get_strategy(), values)
+
+
+def cond(predicate, true_fn, false_fn, args):
+    """Calls `true_fn(*args)` or `false_fn(*args)` on every replica; their results are dropped.
+
+    `predicate()` returns a bool scalar that is the same on all replicas. Unlike in a `tf.cond` that stands in a
+    train step, the branches may sum across replicas and write to mirrored variables.
+    """
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        _void_cond(predicate(), lambda: true_fn(*args), lambda: false_fn(*args))
+        return
+
+    def merged(strategy, *args):
+        # TensorFlow forbids a merge call inside a conditional, but not a conditional inside a merge call.
+        def on_replicas(fn):
+            return lambda: strategy.extended.call_for_each_replica(fn, args=args)
+
+        _void_cond(predicate(), on_replicas(true_fn), on_replicas(false_fn))
+
+    tf.distribute.get_replica_context().merge_call(merged, args=args)
+
+
+def _void_cond(predicate, true_fn, false_fn):
+    def branch(fn):
+        def run():
+            fn()
+            return tf.constant(0)
+
+        return run
+
+    tf.cond(predicate, branch(true_fn), branch(false_fn))
+
+
+def build_once(is_built, build):
+    """Calls `build()` once for all replicas, from a train step whose optimizer has no variables yet."""
+    if is_built():
+        return
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        build()
+        return
+    tf.distribute.get_replica_context().merge_call(lambda strategy: None if is_built() else build())
+
+
+def variance_of_samples(
+    replica_means, gradients, squared_deviations, steps, dtype=None, relative_variance=gsnr.relative_variance
+):
+    """Relative variances of the samples of all replicas.
+
+    Args:
+        replica_means: list of tensors, each the mean of this replica's samples.
+        gradients: list of tensors, the sums of `replica_means` over the replicas. Losses that are divided by the
+            number of replicas make them mean gradients.
+        squared_deviations: list as long, of tensors or None; see `gsnr.accumulate`.
+        steps: int, samples of one replica.
+        dtype: the dtype in which the variances travel between replicas; None for their own.
+        relative_variance: `gsnr.relative_variance`, or the same compiled.
+
+    Returns:
+        List of tensors of the shapes and dtypes of `gradients`, the same on every replica.
+    """
+    replicas = replica_count()
+    shares = [
+        relative_variance(mean, gradient, deviations, replicas=replicas, steps=steps)
+        for mean, gradient, deviations in zip(replica_means, gradients, squared_deviations, strict=True)
+    ]
+    sums = all_reduce_sum([share if dtype is None else tf.cast(share, dtype) for share in shares])
+    return [tf.cast(total, gradient.dtype) / replicas for total, gradient in zip(sums, gradients, strict=True)]
+
+
+def all_finite(tensors):
+    """Whether every element of every tensor is finite: a bool scalar."""
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])

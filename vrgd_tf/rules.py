@@ -1,0 +1,97 @@
+"""Update rules: pure functions from tensors to tensors, one for an algorithm. This is what XLA compiles.
+
+Each takes the variable, the gradient, the slots, and hyperparameters; each returns the new variable and the new
+slots. Tensors of one call share one shape and one dtype, float32 or float64; `learning_rate` and `step` are scalars of
+that dtype. Flags and the hyperparameters that stay as they are through a training are Python values.
+"""
+
+import math
+
+import tensorflow as tf
+
+# Three scales keep sums of squares within float32 for norms from 1e-30 to 1e30, in one pass over the tensor
+# (Blue, ACM TOMS 4(1), 1978).
+_SCALE = 2.0**60
+
+
+def norm(x):
+    """Euclidean norm over all elements of `x`, a scalar of its dtype, without overflow or underflow of the squares."""
+    large, medium, small = (tf.reduce_sum(tf.square(x * scale)) for scale in (1 / _SCALE, 1.0, _SCALE))
+    result = tf.where(medium < 1e-20, tf.sqrt(small) / _SCALE, tf.sqrt(medium))
+    return tf.where(medium > 1e30, tf.sqrt(large) * _SCALE, result)
+
+
+def bias_correction(beta, step):
+    """`1 - beta^step`, to full precision where `beta` is close to 1."""
+    return -tf.math.expm1(step * math.log(beta)) if beta > 0 else tf.ones_like(step)
+
+
+def moving_average(average, value, beta):
+    """`beta * average + (1 - beta) * value`."""
+    return average + (value - average) * (1 - beta)
+
+
+def sgd(variable, gradient, momentum_buffer, learning_rate, *, momentum, nesterov):
+    """SGD as Keras defines it; `momentum_buffer` is None where `momentum` is 0."""
+    step = learning_rate * gradient
+    if momentum_buffer is None:
+        return variable - step, None
+    momentum_buffer = momentum * momentum_buffer - step
+    return variable + (momentum * momentum_buffer - step if nesterov else momentum_buffer), momentum_buffer
+
+
+def adam(variable, gradient, squared, m, v, v_max, learning_rate, step, *, beta_1, beta_2, epsilon):
+    """Adam as Keras defines it (epsilon outside the bias correction); AMSGrad where `v_max` is not None.
+
+    `squared` is the gradient whose square the second moment averages.
+    """
+    m = moving_average(m, gradient, beta_1)
+    v = moving_average(v, tf.square(squared), beta_2)
+    denominator = v
+    if v_max is not None:
+        denominator = v_max = tf.maximum(v_max, v)
+    rate = learning_rate * tf.sqrt(bias_correction(beta_2, step)) / bias_correction(beta_1, step)
+    return variable - m * rate / (tf.sqrt(denominator) + epsilon), m, v, v_max
+
+
+def lars(
+    variable, gradient, momentum_buffer, learning_rate, weight_decay, *, momentum, nesterov, trust_coefficient, adapt
+):
+    """LARS (You et al., arXiv:1708.03888, Algorithm 1), with the learning rate inside the momentum buffer.
+
+    `weight_decay` is a scalar or None; `adapt` False leaves the trust ratio at 1.
+    """
+    decayed = gradient if weight_decay is None else gradient + weight_decay * variable
+    if adapt:
+        variable_norm, gradient_norm = norm(variable), norm(gradient)
+        scale = gradient_norm if weight_decay is None else gradient_norm + weight_decay * variable_norm
+        learning_rate *= _trust_ratio(trust_coefficient * variable_norm, scale, variable_norm, gradient_norm)
+    step = learning_rate * decayed
+    momentum_buffer = step if momentum_buffer is None else momentum * momentum_buffer + step
+    return variable - (momentum * momentum_buffer + step if nesterov else momentum_buffer), momentum_buffer
+
+
+def lamb(
+    variable, gradient, squared, m, v, learning_rate, step, weight_decay, *, beta_1, beta_2, epsilon, adapt
+):
+    """LAMB (You et al., arXiv:1904.00962v5, Algorithm 2), phi the identity, no clamp.
+
+    `squared`, `weight_decay` and `adapt` as in `adam` and `lars`.
+    """
+    m = moving_average(m, gradient, beta_1)
+    v = moving_average(v, tf.square(squared), beta_2)
+    m_hat = m / bias_correction(beta_1, step)
+    v_hat = v / bias_correction(beta_2, step)
+    update = m_hat / (tf.sqrt(v_hat) + epsilon)
+    if weight_decay is not None:
+        update += weight_decay * variable
+    if adapt:
+        variable_norm, update_norm = norm(variable), norm(update)
+        learning_rate *= _trust_ratio(variable_norm, update_norm, variable_norm, update_norm)
+    return variable - learning_rate * update, m, v
+
+
+def _trust_ratio(numerator, denominator, variable_norm, update_norm):
+    """The quotient; 1 where a norm is zero, so that a layer of zeros can leave it and one without gradient stays."""
+    usable = tf.logical_and(variable_norm > 0, update_norm > 0)
+    return tf.where(usable, numerator / tf.where(usable, denominator, 1), 1)

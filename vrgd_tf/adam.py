@@ -49,6 +49,8 @@ class VRAdam(VROptimizer, keras.optimizers.Adam):
         - Kingma and Ba, arXiv:1412.6980
     """
 
+    hyperparameters = ("beta_1", "beta_2", "epsilon", "amsgrad", "second_moment")
+
     def __init__(
         self,
         learning_rate=0.001,
@@ -74,22 +76,20 @@ class VRAdam(VROptimizer, keras.optimizers.Adam):
         )
         self.second_moment = second_moment
 
-    def rule(self, variable, gradient, ratio, slots, step, *, decays, adapts):
+    @classmethod
+    def rule(cls, hyper, variable, gradient, ratio, slots, step, *, decays, adapts):
         scaled_gradient = scaled(gradient, ratio)
         variable, m, v, v_max = rules.adam(
             decoupled_decay(variable, step, decays),
             scaled_gradient,
-            scaled_gradient if self.second_moment == "scaled_gradient" else gradient,
+            scaled_gradient if hyper.second_moment == "scaled_gradient" else gradient,
             slots["momentum"],
             slots["velocity"],
             slots.get("velocity_hat"),
             step.learning_rate,
             step.number,
-            beta_1=self.beta_1,
-            beta_2=self.beta_2,
-            epsilon=self.epsilon,
+            beta_1=hyper.beta_1,
+            beta_2=hyper.beta_2,
+            epsilon=hyper.epsilon,
         )
         return variable, {"momentum": m, "velocity": v} | ({} if v_max is None else {"velocity_hat": v_max})
-
-    def get_config(self):
-        return super().get_config() | {"second_moment": self.second_moment}

@@ -39,16 +39,20 @@ def accumulate(gradient, mean, squared_deviations, count):
             need no reset, and nothing that they held, NaN included, survives.
 
     Returns:
-        `(mean, squared_deviations)` with the new sample, of the inputs' shape and dtype.
+        `(mean, squared_deviations)` with the new sample, of the inputs' shape and dtype. The mean is rounded at each
+        step, which limits the accuracy of the ratio to 1e-4 where the samples' standard deviation is 3e-3 of their
+        mean, and to 1e-3 where it is 3e-4.
     """
     first = tf.equal(count, 0)
     old_mean = tf.where(first, gradient, mean)
     deviation = gradient - old_mean
-    mean = old_mean + deviation / tf.cast(count + 1, gradient.dtype)
+    weight = 1 / tf.cast(count + 1, gradient.dtype)
+    mean = old_mean + deviation * weight
     if squared_deviations is None:
         return mean, None
     squared_deviations = tf.where(first, tf.zeros_like(gradient), squared_deviations)
-    return mean, squared_deviations + deviation * (gradient - mean)
+    # Not Welford's deviation * (gradient - mean): that takes the rounding of the new mean in as well.
+    return mean, squared_deviations + tf.square(deviation) * (1 - weight)
 
 
 def relative_variance(replica_mean, gradient, squared_deviations=None, *, replicas=1, steps=1):

@@ -45,6 +45,8 @@ class LAMB(LayerAdaptiveOptimizer):
         - You et al., arXiv:1904.00962v5, Algorithm 2
     """
 
+    hyperparameters = ("beta_1", "beta_2", "epsilon")
+
     def __init__(self, learning_rate=0.001, beta_1=0.9, beta_2=0.999, epsilon=1e-6, **kwargs):
         beta_1, beta_2, epsilon = check_adam_arguments(beta_1, beta_2, epsilon)
         super().__init__(learning_rate=learning_rate, **kwargs)
@@ -55,32 +57,29 @@ class LAMB(LayerAdaptiveOptimizer):
     def slot_names(self):
         return super().slot_names() + ["momentum", "velocity"]
 
-    def squared_gradient(self, gradient, scaled_gradient):
+    @staticmethod
+    def squared_gradient(hyper, gradient, scaled_gradient):
         """The gradient whose square the second moment averages."""
         return scaled_gradient
 
-    def rule(self, variable, gradient, ratio, slots, step, *, decays, adapts):
+    @classmethod
+    def rule(cls, hyper, variable, gradient, ratio, slots, step, *, decays, adapts):
         scaled_gradient = scaled(gradient, ratio)
         variable, m, v = rules.lamb(
             variable,
             scaled_gradient,
-            self.squared_gradient(gradient, scaled_gradient),
+            cls.squared_gradient(hyper, gradient, scaled_gradient),
             slots["momentum"],
             slots["velocity"],
             step.learning_rate,
             step.number,
             step.weight_decay if decays else None,
-            beta_1=self.beta_1,
-            beta_2=self.beta_2,
-            epsilon=self.epsilon,
+            beta_1=hyper.beta_1,
+            beta_2=hyper.beta_2,
+            epsilon=hyper.epsilon,
             adapt=adapts,
         )
         return variable, {"momentum": m, "velocity": v}
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(beta_1=self.beta_1, beta_2=self.beta_2, epsilon=self.epsilon)
-        return config
 
 
 @documented
@@ -115,6 +114,8 @@ class VRLAMB(VROptimizer, LAMB):
         - You et al., arXiv:1904.00962v5, Algorithm 2
     """
 
+    hyperparameters = ("second_moment",)
+
     def __init__(
         self,
         learning_rate=0.001,
@@ -132,8 +133,6 @@ class VRLAMB(VROptimizer, LAMB):
         )
         self.second_moment = second_moment
 
-    def squared_gradient(self, gradient, scaled_gradient):
-        return gradient if self.second_moment == "gradient" else scaled_gradient
-
-    def get_config(self):
-        return super().get_config() | {"second_moment": self.second_moment}
+    @staticmethod
+    def squared_gradient(hyper, gradient, scaled_gradient):
+        return gradient if hyper.second_moment == "gradient" else scaled_gradient

@@ -41,6 +41,8 @@ class LARS(LayerAdaptiveOptimizer):
         - You et al., arXiv:1708.03888, Algorithm 1
     """
 
+    hyperparameters = ("momentum", "nesterov", "trust_coefficient")
+
     def __init__(self, learning_rate=0.01, momentum=0.9, nesterov=False, *, trust_coefficient=0.001, **kwargs):
         momentum = check_decay_rate("momentum", momentum)
         trust_coefficient = check_rate("trust_coefficient", trust_coefficient)
@@ -52,24 +54,20 @@ class LARS(LayerAdaptiveOptimizer):
     def slot_names(self):
         return super().slot_names() + (["momentum"] if self.momentum else [])
 
-    def rule(self, variable, gradient, ratio, slots, step, *, decays, adapts):
+    @classmethod
+    def rule(cls, hyper, variable, gradient, ratio, slots, step, *, decays, adapts):
         variable, momentum_buffer = rules.lars(
             variable,
             scaled(gradient, ratio),
             slots.get("momentum"),
             step.learning_rate,
             step.weight_decay if decays else None,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            trust_coefficient=self.trust_coefficient,
+            momentum=hyper.momentum,
+            nesterov=hyper.nesterov,
+            trust_coefficient=hyper.trust_coefficient,
             adapt=adapts,
         )
-        return variable, {"momentum": momentum_buffer} if self.momentum else {}
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(momentum=self.momentum, nesterov=self.nesterov, trust_coefficient=self.trust_coefficient)
-        return config
+        return variable, {"momentum": momentum_buffer} if hyper.momentum else {}
 
 
 @documented

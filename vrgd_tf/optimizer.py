@@ -15,6 +15,8 @@ Private names of Keras in use, all of them the same from Keras 3.10 to 3.15:
 - `_overwrite_model_variables_with_average_value`: Keras' own assigns float32 averages to 16-bit variables.
 """
 
+import collections
+import functools
 import math
 import numbers
 import re
@@ -25,7 +27,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from vrgd_tf import gsnr, replicas, rules
+from vrgd_tf import gsnr, programs, replicas, rules
 
 SECOND_MOMENTS = ("scaled_gradient", "gradient")
 VARIANCE_DTYPES = ("float32", "bfloat16")
@@ -92,7 +94,7 @@ class Step(typing.NamedTuple):
     learning_rate: tf.Tensor
     number: tf.Tensor  # of this update, counted from 1, without the skipped ones
     finite: tf.Tensor | None
-    weight_decay: float | None
+    weight_decay: tf.Tensor | None
     gradient_scale: tf.Tensor | None
     overwrite_with_average: tf.Tensor | None
 
@@ -108,8 +110,19 @@ class Step(typing.NamedTuple):
 class Optimizer(keras.optimizers.Optimizer):
     """Base class: an optimizer whose update is the same on all replicas of a synchronous strategy.
 
-    A subclass names its slots in `slot_names` and computes its update in `rule`.
+    A subclass names its slots in `slot_names`, the attributes that its rule depends on in `hyperparameters`, and
+    computes its update in `rule`.
     """
+
+    hyperparameters = (
+        "clipnorm",
+        "clipvalue",
+        "use_ema",
+        "ema_momentum",
+        "ema_overwrite_frequency",
+        "skip_nonfinite",
+        "jit_compile_update",
+    )
 
     def __init__(
         self,
@@ -139,10 +152,12 @@ class Optimizer(keras.optimizers.Optimizer):
         """Names of the slots that `build` adds to those of the Keras class."""
         return []
 
-    def rule(self, variable, gradient, ratio, slots, step, *, decays, adapts):
+    @classmethod
+    def rule(cls, hyper, variable, gradient, ratio, slots, step, *, decays, adapts):
         """The update rule, a pure function of tensors.
 
         Args:
+            hyper: a named tuple of the `hyperparameters` of all base classes, and `samples`, k.
             variable: the variable's value, float32 or float64.
             gradient: the mean gradient after clipping, of the same shape and dtype.
             ratio: what scales the gradient, of the same shape and dtype, or None for 1.
@@ -158,6 +173,15 @@ class Optimizer(keras.optimizers.Optimizer):
 
     # Variables.
 
+    def samples(self):
+        """k, the gradient samples of one update: replicas in sync times accumulation steps."""
+        return replicas.replica_count() * (self.gradient_accumulation_steps or 1)
+
+    @property
+    def iterations(self):
+        """How many updates there were, skipped ones included: an int64 scalar tensor."""
+        return tf.convert_to_tensor(self._iterations) // (self.gradient_accumulation_steps or 1)
+
     @property
     def skipped_updates(self):
         """How many updates were skipped because a gradient was not finite: an int64 scalar tensor."""
@@ -167,7 +191,9 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def add_variable(self, shape, initializer="zeros", dtype=None, *args, **kwargs):
         """As in Keras, but a 16-bit variable is held in float32."""
-        return super().add_variable(shape, initializer, _arithmetic_dtype(dtype or keras.config.floatx()), *args, **kwargs)
+        return super().add_variable(
+            shape, initializer, _arithmetic_dtype(dtype or keras.config.floatx()), *args, **kwargs
+        )
 
     def add_optimizer_variables(self, trainable_variables, name, initializer="zeros"):
         """As in Keras; the update finds the slots by their names."""
@@ -200,7 +226,8 @@ class Optimizer(keras.optimizers.Optimizer):
             self._skipped_updates = self.add_variable(
                 (), dtype="int64", aggregation="only_first_replica", name="skipped_updates"
             )
-        self._compile(strategy)
+        compiled = not replicas.is_tpu(strategy) if self.jit_compile_update == "auto" else self.jit_compile_update
+        self._call = programs.call if compiled else _call
         self._warn_of_unmatched_patterns(variables)
 
     def _move_to(self, strategy):
@@ -236,16 +263,9 @@ class Optimizer(keras.optimizers.Optimizer):
             slots.append(slot)
         return slots
 
-    def _compile(self, strategy):
-        compile_ = self.jit_compile_update
-        if compile_ == "auto":
-            compile_ = not replicas.is_tpu(strategy)
-        self._new_values_fn = _Compiled(self._new_values) if compile_ else self._new_values
-        self._accumulate_fn = _Compiled(gsnr.accumulate) if compile_ else gsnr.accumulate
-        self._relative_variance_fn = _Compiled(gsnr.relative_variance) if compile_ else gsnr.relative_variance
-
     # One step.
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads, trainable_variables=None):
         """Updates the variables, or adds to the accumulated gradients. Called in replica context.
 
@@ -326,7 +346,8 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def _accumulated(self, index, sample):
         mean, deviations = self._accumulators(index)
-        return self._accumulate_fn(
+        return self._call(
+            gsnr.accumulate,
             sample,
             tf.convert_to_tensor(mean),
             None if deviations is None else tf.convert_to_tensor(deviations),
@@ -343,18 +364,21 @@ class Optimizer(keras.optimizers.Optimizer):
         gradients = replicas.all_reduce_sum(list(means))
         variances = self._variances(variables, means, gradients, deviations)
         step = self._step(gradients)
+        hyper = self._hyperparameters()
         targets, values = [], []
         for variable, index, gradient, variance in zip(variables, indices, gradients, variances, strict=True):
             slots = {name: slot[index] for name, slot in vars(self._slots).items() if slot[index] is not None}
             # A constraint is the user's code, which XLA may not be able to compile.
             constraint = getattr(variable, "constraint", None)
-            new_values = self._new_values_fn if constraint is None else self._new_values
-            new_variable, new_slots = new_values(
+            call = self._call if constraint is None else _call
+            new_variable, new_slots = call(
+                self._new_values,
                 tf.convert_to_tensor(variable),
                 gradient,
                 variance,
                 {name: tf.convert_to_tensor(slot) for name, slot in slots.items()},
                 step,
+                hyper=hyper,
                 decays=self._decays(variable),
                 adapts=self._adapts(variable),
                 constraint=constraint,
@@ -370,17 +394,27 @@ class Optimizer(keras.optimizers.Optimizer):
         """The relative variance of each variable's samples, None where it is not wanted."""
         return [None] * len(variables)
 
-    def _ratio(self, gradient, variance, slots, step):
+    def _configured(self):
+        return {
+            name: getattr(self, name) for cls in type(self).__mro__ for name in vars(cls).get("hyperparameters", ())
+        }
+
+    def _hyperparameters(self):
+        values = self._configured() | {"samples": self.samples()}
+        return collections.namedtuple("Hyperparameters", values)(**values)
+
+    @classmethod
+    def _ratio(cls, hyper, gradient, variance, slots, step):
         """The ratio that scales a gradient, None for 1, and the new values of the slots that it keeps."""
         return None, {}
 
     def _step(self, gradients):
-        iterations = tf.cast(self.iterations, tf.int64)
+        iterations = self.iterations
         return Step(
             learning_rate=tf.convert_to_tensor(self.learning_rate),
             number=iterations + 1 - self.skipped_updates,
             finite=replicas.all_finite(gradients) if self.skip_nonfinite else None,
-            weight_decay=self.weight_decay,
+            weight_decay=None if self.weight_decay is None else tf.constant(self.weight_decay, tf.float32),
             gradient_scale=self._global_clip(gradients),
             overwrite_with_average=(
                 tf.equal((iterations + 1) % self.ema_overwrite_frequency, 0)
@@ -395,17 +429,18 @@ class Optimizer(keras.optimizers.Optimizer):
         total = rules.norm(tf.stack([rules.norm(gradient) for gradient in gradients]))
         return self.global_clipnorm / tf.maximum(total, self.global_clipnorm)
 
-    def _new_values(self, variable, gradient, variance, slots, step, *, decays, adapts, constraint):
+    @classmethod
+    def _new_values(cls, variable, gradient, variance, slots, step, *, hyper, decays, adapts, constraint):
         """The new values of one variable and of its slots: all arithmetic of an update after the reductions."""
         dtype = gradient.dtype
         step = step.cast(dtype)
         old = tf.cast(variable, dtype)
-        ratio, new_slots = self._ratio(gradient, variance, slots, step)
-        gradient = self._clip(gradient, step)
-        new, rule_slots = self.rule(old, gradient, ratio, slots, step, decays=decays, adapts=adapts)
+        ratio, new_slots = cls._ratio(hyper, gradient, variance, slots, step)
+        gradient = cls._clip(hyper, gradient, step)
+        new, rule_slots = cls.rule(hyper, old, gradient, ratio, slots, step, decays=decays, adapts=adapts)
         new_slots |= rule_slots
-        if self.use_ema:
-            average = tf.where(step.number <= 1, new, rules.moving_average(slots["average"], new, self.ema_momentum))
+        if hyper.use_ema:
+            average = tf.where(step.number <= 1, new, rules.moving_average(slots["average"], new, hyper.ema_momentum))
             new_slots["average"] = average
             if step.overwrite_with_average is not None:
                 new = tf.where(step.overwrite_with_average, average, new)
@@ -417,11 +452,12 @@ class Optimizer(keras.optimizers.Optimizer):
             new_slots = {name: tf.where(step.finite, value, slots[name]) for name, value in new_slots.items()}
         return new, new_slots
 
-    def _clip(self, gradient, step):
-        if self.clipvalue is not None:
-            return tf.clip_by_value(gradient, -self.clipvalue, self.clipvalue)
-        if self.clipnorm is not None:
-            return gradient * (self.clipnorm / tf.maximum(rules.norm(gradient), self.clipnorm))
+    @staticmethod
+    def _clip(hyper, gradient, step):
+        if hyper.clipvalue is not None:
+            return tf.clip_by_value(gradient, -hyper.clipvalue, hyper.clipvalue)
+        if hyper.clipnorm is not None:
+            return gradient * (hyper.clipnorm / tf.maximum(rules.norm(gradient), hyper.clipnorm))
         if step.gradient_scale is not None:
             return gradient * step.gradient_scale
         return gradient
@@ -473,8 +509,7 @@ class Optimizer(keras.optimizers.Optimizer):
                     )
 
     def get_config(self):
-        config = super().get_config()
-        config.update(skip_nonfinite=self.skip_nonfinite, jit_compile_update=self.jit_compile_update)
+        config = super().get_config() | self._configured()
         for argument, patterns in self._exclusions().items():
             config[argument] = None if patterns is None else list(patterns)
         return config
@@ -482,6 +517,8 @@ class Optimizer(keras.optimizers.Optimizer):
 
 class VROptimizer(Optimizer):
     """Adds the ratio to an optimizer: its gradient is scaled by it. First among the base classes of such a class."""
+
+    hyperparameters = ("gamma", "ratio_max", "beta_3", "variance_dtype")
 
     def __init__(
         self, *, gamma=0.1, ratio_max=1.0, beta_3=None, exclude_from_gsnr=None, variance_dtype="float32", **kwargs
@@ -498,10 +535,6 @@ class VROptimizer(Optimizer):
         self.variance_dtype = variance_dtype
         self.exclude_from_gsnr = exclude_from_gsnr
         self._warned_of_few_samples = False
-
-    def samples(self):
-        """k, the samples of one update: replicas in sync times accumulation steps."""
-        return replicas.replica_count() * (self.gradient_accumulation_steps or 1)
 
     def slot_names(self):
         return super().slot_names() + ([] if self.beta_3 is None else ["ratio_average"])
@@ -542,30 +575,24 @@ class VROptimizer(Optimizer):
             [deviations[i] for i in used],
             self.gradient_accumulation_steps or 1,
             None if self.variance_dtype == "float32" else self.variance_dtype,
-            self._relative_variance_fn,
+            functools.partial(self._call, gsnr.relative_variance),
         )
         found = dict(zip(used, variances, strict=True))
         return [found.get(i) for i in range(len(variables))]
 
-    def _ratio(self, gradient, variance, slots, step):
+    @classmethod
+    def _ratio(cls, hyper, gradient, variance, slots, step):
         if variance is None:
             return None, {}
-        r, defined = gsnr.gsnr(gradient, variance, self.samples())
-        ratio = gsnr.layer_ratio(r, defined, self.gamma, self.ratio_max)
-        if self.beta_3 is None:
+        r, defined = gsnr.gsnr(gradient, variance, hyper.samples)
+        ratio = gsnr.layer_ratio(r, defined, hyper.gamma, hyper.ratio_max)
+        if hyper.beta_3 is None:
             return ratio, {}
-        average = rules.moving_average(slots["ratio_average"], ratio, self.beta_3)
-        return average / rules.bias_correction(self.beta_3, step.number), {"ratio_average": average}
+        average = rules.moving_average(slots["ratio_average"], ratio, hyper.beta_3)
+        return average / rules.bias_correction(hyper.beta_3, step.number), {"ratio_average": average}
 
     def _exclusions(self):
         return super()._exclusions() | {"exclude_from_gsnr": self.exclude_from_gsnr}
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            gamma=self.gamma, ratio_max=self.ratio_max, beta_3=self.beta_3, variance_dtype=self.variance_dtype
-        )
-        return config
 
 
 class LayerAdaptiveOptimizer(Optimizer):
@@ -590,20 +617,9 @@ class LayerAdaptiveOptimizer(Optimizer):
         return super()._exclusions() | {"exclude_from_layer_adaptation": self.exclude_from_layer_adaptation}
 
 
-class _Compiled:
-    """A pure function of tensors, compiled by XLA: one program for each signature of its arguments."""
-
-    def __init__(self, function):
-        self._function = function
-        self._programs = {}
-
-    def __call__(self, *args, **flags):
-        tensors = [x for x in tf.nest.flatten(args) if x is not None]
-        tensors = [tf.convert_to_tensor(x) for x in tensors]
-        key = (tuple((x.shape, x.dtype) for x in tensors), tuple(sorted(flags.items())))
-        if key not in self._programs:
-            self._programs[key] = tf.function(self._function, jit_compile=True, autograph=False)
-        return self._programs[key](*args, **flags)
+def _call(function, *args, **static):
+    """The same as `programs.call`, one operation after the other."""
+    return function(*args, **static)
 
 
 def decoupled_decay(variable, step, decays):

@@ -17,9 +17,7 @@ import tensorflow as tf
 
 from vrgd_tf import gsnr
 
-SUPPORTED = (
-    "tf.distribute.TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, and no strategy at all"
-)
+SUPPORTED = "tf.distribute.TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, and no strategy at all"
 _ASYNCHRONOUS = (tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy)
 
 

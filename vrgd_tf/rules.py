@@ -71,9 +71,7 @@ def lars(
     return variable - (momentum * momentum_buffer + step if nesterov else momentum_buffer), momentum_buffer
 
 
-def lamb(
-    variable, gradient, squared, m, v, learning_rate, step, weight_decay, *, beta_1, beta_2, epsilon, adapt
-):
+def lamb(variable, gradient, squared, m, v, learning_rate, step, weight_decay, *, beta_1, beta_2, epsilon, adapt):
     """LAMB (You et al., arXiv:1904.00962v5, Algorithm 2), phi the identity, no clamp.
 
     `squared`, `weight_decay` and `adapt` as in `adam` and `lars`.

@@ -39,18 +39,21 @@ class VRSGD(VROptimizer, keras.optimizers.SGD):
         - Jiang et al., arXiv:2309.13681
     """
 
+    hyperparameters = ("momentum", "nesterov")
+
     def __init__(self, learning_rate=0.01, momentum=0.0, nesterov=False, **kwargs):
         momentum = check_decay_rate("momentum", momentum)
         super().__init__(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov, **kwargs)
 
-    def rule(self, variable, gradient, ratio, slots, step, *, decays, adapts):
+    @classmethod
+    def rule(cls, hyper, variable, gradient, ratio, slots, step, *, decays, adapts):
         variable, momentum_buffer = rules.sgd(
             decoupled_decay(variable, step, decays),
             scaled(gradient, ratio),
             slots.get("momentum"),
             step.learning_rate,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
+            momentum=hyper.momentum,
+            nesterov=hyper.nesterov,
         )
         return variable, {} if momentum_buffer is None else {"momentum": momentum_buffer}
 

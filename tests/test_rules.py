@@ -1,0 +1,59 @@
+"""The parts of the rules that the optimizers' own tests do not pin down."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from vrgd_tf import rules
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("exponent", [-30, -25, -12, 0, 12, 25, 30])
+def test_norm_of_any_scale(exponent, jit, rng):
+    x = np.float32(rng.normal(size=(30, 20)) * 10.0**exponent)
+    norm = tf.function(rules.norm, jit_compile=jit)
+    np.testing.assert_allclose(norm(x).numpy(), np.linalg.norm(np.float64(x)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_norm_of_a_huge_layer(jit, rng):
+    x = np.float32(rng.normal(size=2**24 + 3))
+    norm = tf.function(rules.norm, jit_compile=jit)
+    np.testing.assert_allclose(norm(x).numpy(), np.linalg.norm(np.float64(x)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("x", [[], [0.0], [0.0, 0.0]])
+def test_norm_of_nothing(x):
+    assert rules.norm(tf.constant(x, tf.float32)).numpy() == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_norm_is_not_finite_where_an_element_is_not(bad):
+    assert not np.isfinite(rules.norm(tf.constant([1.0, bad])).numpy())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.999999])
+@pytest.mark.parametrize("step", [1, 2, 1000, 10**6])
+def test_bias_correction_to_full_precision(beta, step):
+    exact = -np.expm1(step * np.log(np.float64(beta))) if beta else 1.0
+    np.testing.assert_allclose(rules.bias_correction(beta, tf.constant(step, tf.float32)).numpy(), exact, rtol=1e-6)
+
+
+LAYERWISE = dict(momentum=0.0, nesterov=False, trust_coefficient=0.01, adapt=True)
+
+
+@pytest.mark.parametrize("w, g", [([0.0, 0.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 0.0])])
+def test_trust_ratio_is_1_where_a_norm_is_zero(w, g):
+    w, g = tf.constant(w), tf.constant(g)
+    new, _ = rules.lars(w, g, None, 0.5, None, **LAYERWISE)
+    np.testing.assert_array_equal(new, w - 0.5 * g)
+    zeros, step = tf.zeros_like(w), tf.constant(1.0)
+    new, *_ = rules.lamb(
+        w, g, g, zeros, zeros, 0.5, step, None, beta_1=0.9, beta_2=0.999, epsilon=0.0 if np.any(g) else 1.0, adapt=True
+    )
+    np.testing.assert_allclose(new, w - 0.5 * tf.sign(g), rtol=1e-5)
+
+
+def test_lars_without_decay_keeps_its_trust_ratio():
+    new, _ = rules.lars(tf.constant([3.0, 4.0]), tf.constant([0.0, 2.0]), None, 1.0, None, **LAYERWISE)
+    np.testing.assert_allclose(new, [3.0, 4.0 - 0.01 * 5 / 2 * 2], rtol=1e-6)

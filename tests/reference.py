@@ -1,4 +1,4 @@
-"""The oracle: VRGD, SGD, Adam, LARS and LAMB in float64 NumPy, written from the formulas, sharing no code with the package.
+"""The oracle: VRGD, SGD, Adam, LARS and LAMB in float64 NumPy, from the formulas, sharing no code with the package.
 
 An update takes `samples[d][i]`, the gradient of sample d for variable i, d from 0 to k - 1.
 """

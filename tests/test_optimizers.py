@@ -1,4 +1,4 @@
-"""All optimizers, from one table: parity with the float64 reference and with stock Keras, in graph mode under strategies."""
+"""All optimizers, from one table, under strategies in graph mode: parity with the float64 reference and stock Keras."""
 
 import keras
 import numpy as np
@@ -126,7 +126,7 @@ def test_replicas_and_accumulation_steps_give_the_same_update(name, rng):
     cls, arguments, _ = harness.OPTIMIZERS[name]
     start, samples = values(rng), harness.make_samples(rng, 3, 4, SHAPES)
     runs = [
-        harness.train(lambda: cls(gradient_accumulation_steps=steps, **arguments), start, samples, replicas)
+        harness.train(lambda steps=steps: cls(gradient_accumulation_steps=steps, **arguments), start, samples, replicas)
         for replicas, steps in [(4, None), (2, 2), (1, 4)]
     ]
     for run in runs[1:]:
@@ -269,7 +269,7 @@ def test_non_finite_sample_leaves_everything_as_it_is(name, bad, steps, rng):
     # The next update is the one that would have followed the good ones.
     for at in range(0, len(samples[0]), 2):
         step([tf.constant(np.stack(column)) for column in zip(*samples[0][at : at + 2])])
-    expected = reference_weights(name, start, good + [samples[0]])[-1]
+    expected = reference_weights(name, start, [*good, samples[0]])[-1]
     harness.assert_weights_close([v.numpy() for v in run.variables], expected, 1e-5)
 
 

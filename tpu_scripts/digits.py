@@ -247,7 +247,7 @@ def main(argv):
     count, batch = strategy.num_replicas_in_sync, _BATCH.value
     if batch % count or batch > TRAIN_SIZE:
         raise app.UsageError(
-            f"--global_batch_size must be a multiple of the {count} replicas and at most {TRAIN_SIZE}. Received: {batch}"
+            f"--global_batch_size must be a multiple of the {count} replicas, at most {TRAIN_SIZE}. Received: {batch}"
         )
     name = _OPTIMIZER.value
     plain, arguments = OPTIMIZERS[name]
@@ -310,8 +310,8 @@ def main(argv):
     sentences = conclusion(runs, names["vr"], names["plain"])
     shrink = float(np.mean(recorder.ratios))
     sentences.append(
-        f"The mean ratio of {name} was {shrink:.2f}. Both had the same learning rate, which suits the plain optimizer, so "
-        "a part of any difference is that of shorter steps; the gaps are those at different train losses."
+        f"The mean ratio of {name} was {shrink:.2f}. Both had the same learning rate, which suits the plain optimizer, "
+        "so a part of any difference is that of shorter steps; the gaps are those at different train losses."
     )
     if _NOISE_PIXELS.value:
         sentences.append("Pixels of pure noise are an artificial setting, chosen because the method helps in it.")

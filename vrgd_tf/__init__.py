@@ -1,11 +1,10 @@
 """Keras optimizers that scale the gradient by its signal-to-noise ratio across replicas (VRGD, arXiv:2309.13681)."""
 
-from vrgd_tf import _requirements  # noqa: F401  (first: it says what is missing)
-from vrgd_tf import gsnr
+from vrgd_tf import _requirements, gsnr  # noqa: F401  (the former first: it says what is missing)
 from vrgd_tf.adam import VRAdam
 from vrgd_tf.lamb import LAMB, VRLAMB
 from vrgd_tf.lars import LARS, VRLARS
 from vrgd_tf.sgd import VRSGD, VRMomentum
 
-__all__ = ["LAMB", "LARS", "VRAdam", "VRLAMB", "VRLARS", "VRMomentum", "VRSGD", "gsnr"]
+__all__ = ["LAMB", "LARS", "VRLAMB", "VRLARS", "VRSGD", "VRAdam", "VRMomentum", "gsnr"]
 __version__ = "0.1.0"

@@ -7,7 +7,8 @@ import sys
 
 if importlib.util.find_spec("tensorflow") is None:
     raise ImportError(
-        "vrgd_tf needs TensorFlow, which is not installed: pip install 'vrgd_tf[tensorflow]', or 'vrgd_tf[tpu]' on a TPU VM."
+        "vrgd_tf needs TensorFlow, which is not installed: pip install 'vrgd_tf[tensorflow]', or 'vrgd_tf[tpu]' on a "
+        "TPU VM."
     )
 
 

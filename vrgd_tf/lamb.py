@@ -55,7 +55,7 @@ class LAMB(LayerAdaptiveOptimizer):
         self.epsilon = epsilon
 
     def slot_names(self):
-        return super().slot_names() + ["momentum", "velocity"]
+        return [*super().slot_names(), "momentum", "velocity"]
 
     @staticmethod
     def squared_gradient(hyper, gradient, scaled_gradient):
@@ -87,7 +87,7 @@ class LAMB(LayerAdaptiveOptimizer):
 class VRLAMB(VROptimizer, LAMB):
     """`LAMB` with the gradient scaled by its signal-to-noise ratio.
 
-    `LAMB` on `ghat` in place of `gbar`. With the ratio of `vrgd_tf.gsnr`, of the variable's shape, and update number t::
+    `LAMB` on `ghat` in place of `gbar`, with the ratio of `vrgd_tf.gsnr` and update number t::
 
         p <- beta_3 * p + (1 - beta_3) * ratio               phat = p / (1 - beta_3^t)
         ghat = phat * gbar

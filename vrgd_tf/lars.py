@@ -75,7 +75,8 @@ class LARS(LayerAdaptiveOptimizer):
 class VRLARS(VROptimizer, LARS):
     """`LARS` with the gradient scaled by its signal-to-noise ratio.
 
-    `LARS` on `ghat = ratio * gbar` in place of `gbar`, with the ratio of `vrgd_tf.gsnr`. With `gamma=1` it equals `LARS`.
+    `LARS` on `ghat = ratio * gbar` in place of `gbar`, with the ratio of `vrgd_tf.gsnr`. With `gamma=1` it equals
+    `LARS`.
 
     Args:
         learning_rate: float, schedule, or callable without arguments.

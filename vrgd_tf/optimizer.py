@@ -684,7 +684,7 @@ def check_choice(name, value, choices):
 
 
 def check_patterns(name, patterns):
-    valid = patterns is None or isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns)
+    valid = patterns is None or (isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns))
     if not valid:
         raise ValueError(f"`{name}` must be None or a list of regular expressions. Received: {name}={patterns!r}")
     for pattern in patterns or ():

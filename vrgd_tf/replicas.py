@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from vrgd_tf import gsnr
 
-SUPPORTED = "tf.distribute.TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, and no strategy at all"
+_SYNCHRONOUS = "TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, or no strategy at all"
 _ASYNCHRONOUS = (tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy)
 
 
@@ -26,7 +26,7 @@ def check_strategy(strategy):
     if isinstance(strategy, _ASYNCHRONOUS):
         raise ValueError(
             "The optimizers of vrgd_tf need a strategy whose replicas update mirrored variables in step: "
-            f"{SUPPORTED}. Received: {type(strategy).__name__}"
+            f"{_SYNCHRONOUS}. Received: {type(strategy).__name__}"
         )
 
 

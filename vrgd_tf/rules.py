@@ -9,16 +9,16 @@ import math
 
 import tensorflow as tf
 
-# Three scales keep sums of squares within float32 for norms from 1e-30 to 1e30, in one pass over the tensor
-# (Blue, ACM TOMS 4(1), 1978).
-_SCALE = 2.0**60
-
 
 def norm(x):
-    """Euclidean norm over all elements of `x`, a scalar of its dtype, without overflow or underflow of the squares."""
-    large, medium, small = (tf.reduce_sum(tf.square(x * scale)) for scale in (1 / _SCALE, 1.0, _SCALE))
-    result = tf.where(medium < 1e-20, tf.sqrt(small) / _SCALE, tf.sqrt(medium))
-    return tf.where(medium > 1e30, tf.sqrt(large) * _SCALE, result)
+    """Euclidean norm over all elements of `x`, a scalar of its dtype, whatever their scale.
+
+    For gradients, whose squares may leave the range of float32. It costs a pass over `x` more than `tf.norm`, which
+    serves for weights and for the updates of LAMB.
+    """
+    largest = tf.reduce_max(tf.abs(x))
+    unit = tf.where(largest > 0, largest, 1)
+    return unit * tf.sqrt(tf.reduce_sum(tf.square(x / unit)))
 
 
 def bias_correction(beta, step):
@@ -63,7 +63,7 @@ def lars(
     """
     decayed = gradient if weight_decay is None else gradient + weight_decay * variable
     if adapt:
-        variable_norm, gradient_norm = norm(variable), norm(gradient)
+        variable_norm, gradient_norm = tf.norm(variable), norm(gradient)
         scale = gradient_norm if weight_decay is None else gradient_norm + weight_decay * variable_norm
         learning_rate *= _trust_ratio(trust_coefficient * variable_norm, scale, variable_norm, gradient_norm)
     step = learning_rate * decayed
@@ -84,7 +84,7 @@ def lamb(variable, gradient, squared, m, v, learning_rate, step, weight_decay, *
     if weight_decay is not None:
         update += weight_decay * variable
     if adapt:
-        variable_norm, update_norm = norm(variable), norm(update)
+        variable_norm, update_norm = tf.norm(variable), tf.norm(update)
         learning_rate *= _trust_ratio(variable_norm, update_norm, variable_norm, update_norm)
     return variable - learning_rate * update, m, v
 

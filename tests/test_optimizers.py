@@ -230,6 +230,23 @@ def test_ratio_max_and_other_gammas(name, rng):
     harness.assert_weights_close(run.weights[-1], expected[-1], 1e-5)
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("name", harness.VR_OPTIMIZERS)
+def test_excluded_variables_take_the_plain_step(name, steps, rng):
+    cls, arguments, _ = harness.OPTIMIZERS[name]
+    start, samples = values(rng), harness.make_samples(rng, 3, 4, SHAPES)
+    run = harness.train(
+        lambda: cls(exclude_from_gsnr=["variable_0"], gradient_accumulation_steps=steps, **arguments),
+        start,
+        samples,
+        4 // (steps or 1),
+    )
+    plain = reference_weights(name, start, samples, vr=False)[-1]
+    scaled = reference_weights(name, start, samples)[-1]
+    harness.assert_weights_close(run.weights[-1], [plain[0], *scaled[1:]], 1e-5)
+    assert not any("variable_0_ratio_average" in v.path for v in run.optimizer.variables)
+
+
 @pytest.mark.parametrize("name", ["VRAdam", "VRLAMB"])
 @pytest.mark.parametrize("second_moment", ["scaled_gradient", "gradient"])
 def test_second_moment(name, second_moment, rng):

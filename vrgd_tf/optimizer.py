@@ -217,8 +217,7 @@ class Optimizer(keras.optimizers.Optimizer):
             self.gradient_accumulation_steps = None
             try:
                 super().build(variables)
-                for name in self.slot_names():
-                    self.add_optimizer_variables(variables, name)
+                self._build_slots(variables)
             finally:
                 self.gradient_accumulation_steps = steps
             if steps:
@@ -229,6 +228,10 @@ class Optimizer(keras.optimizers.Optimizer):
         compiled = not replicas.is_tpu(strategy) if self.jit_compile_update == "auto" else self.jit_compile_update
         self._call = programs.call if compiled else _call
         self._warn_of_unmatched_patterns(variables)
+
+    def _build_slots(self, variables):
+        for name in self.slot_names():
+            self.add_optimizer_variables(variables, name)
 
     def _move_to(self, strategy):
         if strategy is self._distribution_strategy:
@@ -536,8 +539,13 @@ class VROptimizer(Optimizer):
         self.exclude_from_gsnr = exclude_from_gsnr
         self._warned_of_few_samples = False
 
-    def slot_names(self):
-        return super().slot_names() + ([] if self.beta_3 is None else ["ratio_average"])
+    def _build_slots(self, variables):
+        super()._build_slots(variables)
+        if self.beta_3 is not None:
+            self._slots.ratio_average = [
+                self.add_variable_from_reference(variable, "ratio_average") if self._uses_gsnr(variable) else None
+                for variable in variables
+            ]
 
     def _build_accumulators(self, variables):
         super()._build_accumulators(variables)

@@ -1,6 +1,7 @@
 """Runs an optimizer on given gradient samples, in graph mode, under a strategy of logical CPU devices."""
 
 import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -49,12 +50,23 @@ def strategy_of(replicas, merge_call=True):
     """A MirroredStrategy of so many logical CPU devices; the default strategy for one."""
     if replicas == 1:
         return tf.distribute.get_strategy()
-    strategy = tf.distribute.MirroredStrategy(
+    return _mirrored(replicas) if merge_call else _without_merge_call(replicas)
+
+
+def _mirrored(replicas):
+    return tf.distribute.MirroredStrategy(
         [f"CPU:{i}" for i in range(replicas)], cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
-    if not merge_call:
-        # The way that strategies of GPUs with NCCL and of TPUs take, on CPUs.
-        strategy.extended._use_merge_call = lambda: False
+
+
+@functools.cache
+def _without_merge_call(replicas):
+    """The way that strategies of TPUs, and of GPUs with NCCL, take, on CPUs.
+
+    It uses TensorFlow's collectives, whose keys start anew with each strategy and collide: a process has one.
+    """
+    strategy = _mirrored(replicas)
+    strategy.extended._use_merge_call = lambda: False
     return strategy
 
 

@@ -65,10 +65,7 @@ def test_made_outside_the_scope(name, steps):
 @pytest.mark.parametrize("built", ["before", "in the step"])
 @pytest.mark.parametrize("merge_call", [True, False])
 def test_custom_loop(place, built, merge_call, rng):
-    """`build` inside or outside the scope, or not called at all.
-
-    On 2 replicas: the collectives without a merge call know one number of CPU devices in a process.
-    """
+    """`build` inside or outside the scope, or not called at all."""
     strategy = harness.strategy_of(2, merge_call)
     start, samples = [np.float32(rng.normal(size=(4, 3)))], harness.make_samples(rng, 2, 2, [(4, 3)])
     expected = harness.train(make, start, samples, 2)

@@ -9,7 +9,7 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vrgd_tf/__init__.py").read_text()).group(1)
 
 TENSORFLOW = ["tensorflow>=2.19,<2.22"]
-SCRIPTS = ["absl-py>=2.1,<3", "matplotlib>=3.8,<4", "rich>=13.7,<16", "scikit-learn>=1.4,<2"]
+SCRIPTS = ["absl-py>=2.1,<3", "matplotlib>=3.9,<4", "rich>=13.7,<16", "scikit-learn>=1.5,<2"]
 
 setup(
     name="vrgd_tf",

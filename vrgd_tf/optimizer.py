@@ -12,6 +12,7 @@ Private names of Keras in use, all of them the same from Keras 3.10 to 3.15:
   outside the strategy that holds the model moves into it.
 - `_get_current_learning_rate`: schedules count updates, not accumulation steps.
 - `_get_variable_index`, `_trainable_variables`: which slot belongs to which variable.
+- `_overwrite_variable_with_gradient`: which variables, of float8 training, cannot accumulate.
 - `_overwrite_model_variables_with_average_value`: Keras' own assigns float32 averages to 16-bit variables.
 """
 

@@ -297,64 +297,6 @@ def test_schedule_round_trip():
     assert restored._learning_rate.get_config() == schedule.get_config()
 
 
-def fit(model, rng, epochs=2):
-    model.fit(*data(rng), batch_size=8, epochs=epochs, shuffle=False, verbose=0)
-
-
-@pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_keras_file_round_trip(cls, steps, tmp_path):
-    with harness.strategy_of(4).scope():
-        model = model_of(cls(learning_rate=0.01, gradient_accumulation_steps=steps, use_ema=True))
-    fit(model, np.random.default_rng(1))
-    model.save(tmp_path / "model.keras")
-    with harness.strategy_of(4).scope():
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer) is cls
-    check_same_state(loaded, model)
-    for m in (model, loaded):
-        fit(m, np.random.default_rng(2))
-    check_same_state(loaded, model)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_keras_file_loads_on_another_number_of_replicas(replicas, tmp_path):
-    with harness.strategy_of(4).scope():
-        model = model_of(vrgd_tf.VRLAMB(0.01))
-    fit(model, np.random.default_rng(1))
-    model.save(tmp_path / "model.keras")
-    with harness.strategy_of(replicas).scope():
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    check_same_state(loaded, model)
-
-
-@pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_tensorflow_checkpoint_round_trip(cls, steps, tmp_path):
-    models = []
-    for _ in range(2):
-        with harness.strategy_of(4).scope():
-            model = model_of(cls(learning_rate=0.01, gradient_accumulation_steps=steps, use_ema=True))
-            model.optimizer.build(model.trainable_variables)
-        models.append(model)
-    fit(models[0], np.random.default_rng(1))
-    path = tf.train.Checkpoint(model=models[0], optimizer=models[0].optimizer).save(tmp_path / "checkpoint")
-    checkpoint = tf.train.Checkpoint(model=models[1], optimizer=models[1].optimizer)
-    checkpoint.restore(path).assert_existing_objects_matched()
-    check_same_state(models[1], models[0])
-    for model in models:
-        fit(model, np.random.default_rng(2))
-    check_same_state(models[1], models[0])
-
-
-def check_same_state(found, expected):
-    pairs = list(zip(found.variables, expected.variables, strict=True))
-    pairs += zip(found.optimizer.variables, expected.optimizer.variables, strict=True)
-    for a, b in pairs:
-        if b.synchronization != "on_read":
-            np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=b.path)
-
-
 # Learning rates.
 
 

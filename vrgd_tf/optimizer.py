@@ -8,8 +8,8 @@ Private names of Keras in use, all of them the same from Keras 3.10 to 3.15:
 - `_filter_empty_gradients`, `_check_variables_are_known`, `_overwrite_variables_directly_with_gradients`: the parts of
   `Optimizer.apply` that are kept. The rest of it is replaced: it divides by the loss scale before sparse gradients are
   summed, and applies constraints with an all-reduce of the weights, in accumulation steps too.
-- `_iterations`, `_learning_rate`, `_track_variable`, `_untrack_variable`, `_distribution_strategy`: an optimizer made
-  outside the strategy that holds the model moves into it.
+- `_iterations`, `_learning_rate`, `Variable._initialize`, `_distribution_strategy`: an optimizer made outside the
+  strategy that holds the model moves into it.
 - `_get_current_learning_rate`: schedules count updates, not accumulation steps.
 - `_get_variable_index`, `_trainable_variables`: which slot belongs to which variable.
 - `_overwrite_variable_with_gradient`: which variables, of float8 training, cannot accumulate.
@@ -26,16 +26,17 @@ import typing
 import warnings
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from vrgd_tf import gsnr, programs, replicas, rules
+from vrgd_tf import gsnr, programs, replicas, rules, state
 
 SECOND_MOMENTS = ("scaled_gradient", "gradient")
 VARIANCE_DTYPES = ("float32", "bfloat16")
 _JIT_COMPILE_UPDATE = ("auto", True, False)
 
 BASE_ARGUMENTS = """
-        weight_decay: float or None, the rate of the weight decay.
+        weight_decay: float, schedule, callable without arguments, or None: the rate of the weight decay.
         clipnorm, clipvalue, global_clipnorm: float or None. As in Keras, but on the gradient that all replicas share,
             after the reduction.
         use_ema, ema_momentum, ema_overwrite_frequency: the average of the weights. As in Keras, counted in updates.
@@ -145,13 +146,21 @@ class Optimizer(keras.optimizers.Optimizer):
         self._weight_decay_exclusions = exclude_from_weight_decay
         # A namespace, because Keras and TensorFlow would track a dictionary, and save its variables twice.
         self._slots = types.SimpleNamespace()
+        self._accumulators = types.SimpleNamespace()
         self._skipped_updates = None
+        # By this name tf.train.Checkpoint finds it. What was loaded before `build` waits in the list.
+        self._state = state.PythonState(self._saved_state, self._restore_state)
+        self._pending_states = ()
 
     # What a subclass fills in.
 
     def slot_names(self):
         """Names of the slots that `build` adds to those of the Keras class."""
         return []
+
+    def accumulator_names(self):
+        """Names of the statistics that a replica keeps of its samples between the steps of an accumulation."""
+        return ["accumulated_mean"]
 
     @classmethod
     def rule(cls, hyper, variable, gradient, ratio, slots, step, *, decays, adapts):
@@ -213,22 +222,32 @@ class Optimizer(keras.optimizers.Optimizer):
         strategy = replicas.strategy_of(variables)
         with replicas.creation_scope(strategy):
             self._move_to(strategy)
-            steps = self.gradient_accumulation_steps
-            # Keras would build mirrored accumulators, which cannot hold another value on every replica.
-            self.gradient_accumulation_steps = None
             try:
-                super().build(variables)
-                self._build_slots(variables)
-            finally:
-                self.gradient_accumulation_steps = steps
-            if steps:
-                self._build_accumulators(variables)
-            self._skipped_updates = self.add_variable(
-                (), dtype="int64", aggregation="only_first_replica", name="skipped_updates"
-            )
+                self._create_variables(variables)
+            except Exception:
+                # tf.train.Checkpoint restores variables as they are created, and fails with words of its own.
+                self._check_pending_states(variables)
+                raise
         compiled = not replicas.is_tpu(strategy) if self.jit_compile_update == "auto" else self.jit_compile_update
         self._call = programs.call if compiled else _call
         self._warn_of_unmatched_patterns(variables)
+        if self._pending_states:
+            replicas.outside_steps(self._restore_pending_states)
+
+    def _create_variables(self, variables):
+        steps = self.gradient_accumulation_steps
+        # Keras would build mirrored accumulators, which cannot hold another value on every replica.
+        self.gradient_accumulation_steps = None
+        try:
+            super().build(variables)
+        finally:
+            self.gradient_accumulation_steps = steps
+        self._build_slots(variables)
+        if steps:
+            self._build_accumulators(variables)
+        self._skipped_updates = self.add_variable(
+            (), dtype="int64", aggregation="only_first_replica", name="skipped_updates"
+        )
 
     def _build_slots(self, variables):
         for name in self.slot_names():
@@ -238,15 +257,10 @@ class Optimizer(keras.optimizers.Optimizer):
         if strategy is self._distribution_strategy:
             return
         self._distribution_strategy = strategy
-        for name in ("_iterations", "_learning_rate"):
-            old = getattr(self, name)
-            if isinstance(old, keras.Variable):
-                self._untrack_variable(old)
-                new = keras.Variable(
-                    old.numpy(), dtype=old.dtype, trainable=False, aggregation="only_first_replica", name=old.name
-                )
-                self._track_variable(new)
-                setattr(self, name, new)
+        for variable in (self._iterations, self._learning_rate):
+            if isinstance(variable, keras.Variable):
+                # Another object would be another one in checkpoints, and TensorFlow's lists only grow.
+                variable._initialize(variable.numpy())
 
     def _build_accumulators(self, variables):
         if any(self._overwrite_variable_with_gradient(variable) for variable in variables):
@@ -255,17 +269,14 @@ class Optimizer(keras.optimizers.Optimizer):
                 "those of float8 training. Received: gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}, with such a variable among those to train."
             )
-        self._accumulated_means = self._local_slots(variables, "accumulated_mean")
-
-    def _local_slots(self, variables, name):
-        slots = []
-        for variable in variables:
-            slot = replicas.local_variable(
-                variable.shape, _arithmetic_dtype(variable.dtype), f"{_path(variable).replace('/', '_')}_{name}"
-            )
-            self._track_variable(slot)
-            slots.append(slot)
-        return slots
+        for name in self.accumulator_names():
+            column = [
+                replicas.local_variable(
+                    variable.shape, _arithmetic_dtype(variable.dtype), f"{_path(variable).replace('/', '_')}_{name}"
+                )
+                for variable in variables
+            ]
+            setattr(self._accumulators, name, column)
 
     # One step.
 
@@ -281,6 +292,18 @@ class Optimizer(keras.optimizers.Optimizer):
             ValueError: if no gradient is given for any variable, if a variable is unknown, outside replica context, or
                 where the GSNR needs more samples than there are.
         """
+        self.apply_scaled(grads, trainable_variables, self.loss_scale_factor)
+
+    def apply_scaled(self, grads, trainable_variables, loss_scale, values_after=None):
+        """As `apply`, for gradients of a loss that was multiplied by `loss_scale`.
+
+        Args:
+            grads, trainable_variables: as in `apply`.
+            loss_scale: float, scalar tensor or variable, or None for 1.
+            values_after: function of a bool scalar tensor, whether all gradients of an update are finite, that returns
+                variables and the values which they have after it. With it updates that are not finite are skipped
+                whatever `skip_nonfinite` is.
+        """
         grads = list(grads)
         if not grads:
             return
@@ -294,16 +317,16 @@ class Optimizer(keras.optimizers.Optimizer):
         with tf.name_scope(self.name):
             grads, variables = self._filter_empty_gradients(grads, variables)
             grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
-            samples = [self._sample(gradient, variable) for gradient, variable in zip(grads, variables, strict=True)]
+            samples = [_sample(*pair, loss_scale) for pair in zip(grads, variables, strict=True)]
             if self.gradient_accumulation_steps:
                 replicas.cond(
                     lambda: tf.equal(self._accumulated_steps() + 1, self.gradient_accumulation_steps),
-                    lambda *samples: self._update(variables, samples),
+                    lambda *samples: self._update(variables, samples, values_after),
                     lambda *samples: self._accumulate(variables, samples),
                     samples,
                 )
             else:
-                self._update(variables, samples)
+                self._update(variables, samples, values_after)
             replicas.assign([self._iterations], [tf.convert_to_tensor(self._iterations) + 1])
 
     def _variables_of(self, grads, trainable_variables):
@@ -327,38 +350,23 @@ class Optimizer(keras.optimizers.Optimizer):
     def _check_samples(self):
         """Raises ValueError where an update has too few samples; called when a step is traced."""
 
-    def _sample(self, gradient, variable):
-        """One sample: dense, in the dtype of the arithmetic, without the loss scale."""
-        sample = tf.cast(tf.convert_to_tensor(gradient), _arithmetic_dtype(variable.dtype))
-        if self.loss_scale_factor is not None:
-            sample /= self.loss_scale_factor
-        return sample
-
     def _accumulated_steps(self):
         return self._iterations % self.gradient_accumulation_steps
 
     def _accumulate(self, variables, samples):
         for variable, sample in zip(variables, samples, strict=True):
             index = self._get_variable_index(variable)
-            for slot, value in zip(self._accumulators(index), self._accumulated(index, sample), strict=True):
-                if slot is not None:
-                    slot.assign(value)
-
-    def _accumulators(self, index):
-        """The variables that hold the mean and the squared deviations of a variable's samples on this replica."""
-        return self._accumulated_means[index], None
+            columns = vars(self._accumulators).values()
+            for column, value in zip(columns, self._accumulated(index, sample), strict=False):
+                column[index].assign(value)
 
     def _accumulated(self, index, sample):
-        mean, deviations = self._accumulators(index)
-        return self._call(
-            gsnr.accumulate,
-            sample,
-            tf.convert_to_tensor(mean),
-            None if deviations is None else tf.convert_to_tensor(deviations),
-            self._accumulated_steps(),
-        )
+        """`(mean, squared deviations)` of a variable's samples on this replica with one more; see gsnr.accumulate."""
+        old = [tf.convert_to_tensor(column[index]) for column in vars(self._accumulators).values()]
+        mean, deviations = old if len(old) == 2 else (*old, None)
+        return self._call(gsnr.accumulate, sample, mean, deviations, self._accumulated_steps())
 
-    def _update(self, variables, samples):
+    def _update(self, variables, samples, values_after):
         indices = [self._get_variable_index(variable) for variable in variables]
         if self.gradient_accumulation_steps:
             pairs = [self._accumulated(index, sample) for index, sample in zip(indices, samples, strict=True)]
@@ -367,7 +375,7 @@ class Optimizer(keras.optimizers.Optimizer):
             means, deviations = samples, [None] * len(samples)
         gradients = replicas.all_reduce_sum(list(means))
         variances = self._variances(variables, means, gradients, deviations)
-        step = self._step(gradients)
+        step = self._step(gradients, skip=self.skip_nonfinite or values_after is not None)
         hyper = self._hyperparameters()
         targets, values = [], []
         for variable, index, gradient, variance in zip(variables, indices, gradients, variances, strict=True):
@@ -392,6 +400,10 @@ class Optimizer(keras.optimizers.Optimizer):
         if step.finite is not None:
             targets.append(self._skipped_updates)
             values.append(self.skipped_updates + tf.cast(tf.logical_not(step.finite), tf.int64))
+        if values_after is not None:
+            more_targets, more_values = values_after(step.finite)
+            targets += more_targets
+            values += more_values
         replicas.assign(targets, values)
 
     def _variances(self, variables, means, gradients, deviations):
@@ -412,13 +424,13 @@ class Optimizer(keras.optimizers.Optimizer):
         """The ratio that scales a gradient, None for 1, and the new values of the slots that it keeps."""
         return None, {}
 
-    def _step(self, gradients):
+    def _step(self, gradients, skip):
         iterations = self.iterations
         return Step(
             learning_rate=tf.convert_to_tensor(self.learning_rate),
             number=iterations + 1 - self.skipped_updates,
-            finite=replicas.all_finite(gradients) if self.skip_nonfinite else None,
-            weight_decay=None if self.weight_decay is None else tf.constant(self.weight_decay, tf.float32),
+            finite=replicas.all_finite(gradients) if skip else None,
+            weight_decay=self._current_weight_decay(),
             gradient_scale=self._global_clip(gradients),
             overwrite_with_average=(
                 tf.equal((iterations + 1) % self.ema_overwrite_frequency, 0)
@@ -466,6 +478,14 @@ class Optimizer(keras.optimizers.Optimizer):
             return gradient * step.gradient_scale
         return gradient
 
+    def _current_weight_decay(self):
+        decay = self.weight_decay
+        if isinstance(decay, keras.optimizers.schedules.LearningRateSchedule):
+            decay = decay(self.iterations)
+        elif callable(decay):
+            decay = decay()
+        return None if decay is None else tf.cast(decay, tf.float32)
+
     def _get_current_learning_rate(self):
         if isinstance(self._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
             return self._learning_rate(self.iterations)
@@ -475,6 +495,155 @@ class Optimizer(keras.optimizers.Optimizer):
         for variable, average in zip(trainable_variables, self._slots.average, strict=True):
             if average is not None:
                 replicas.unwrap(variable).assign(tf.cast(tf.convert_to_tensor(average), variable.dtype))
+
+    # State.
+
+    @property
+    def variables(self):
+        """List of all variables of the optimizer; those that accumulate differ from replica to replica."""
+        return super().variables + [slot for column in vars(self._accumulators).values() for slot in column]
+
+    def save_own_variables(self, store):
+        """Called by Keras when it saves a model or its weights."""
+        for key, variable in self._named_variables().items():
+            store[key] = variable.numpy()
+        for key, array in self._saved_state().items():
+            store[key] = array
+
+    def load_own_variables(self, store):
+        """Called by Keras when it loads a model or its weights.
+
+        Raises:
+            ValueError: if what was saved does not fit this optimizer, which then stays as it was. Where the optimizer
+                is not built yet, its variables are restored, and their shapes checked, when it is.
+        """
+        arrays = {key: np.asarray(store[key]) for key in list(store.keys())}
+        if not arrays:
+            warnings.warn(f"The file holds no state of an optimizer; {self.name} keeps its own.", stacklevel=2)
+            return
+        self._restore_state(arrays)
+
+    def _named_variables(self):
+        """Dict from keys in files to variables, without the accumulators."""
+        slots = {
+            f"{name}_{i}": slot
+            for name, column in vars(self._slots).items()
+            for i, slot in enumerate(column)
+            if slot is not None
+        }
+        others = {id(variable) for variable in slots.values()}
+        return slots | {variable.name: variable for variable in self._variables if id(variable) not in others}
+
+    def _describe_state(self):
+        return {
+            "rule": self.rule.__qualname__.split(".")[0],
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "exclusions": self._exclusions(),
+            "variables": [(_path(variable), list(variable.shape)) for variable in self._trainable_variables]
+            if self.built
+            else [],
+            "slots": {
+                name: [i for i, slot in enumerate(column) if slot is not None]
+                for name, column in vars(self._slots).items()
+            },
+        }
+
+    def _saved_state(self):
+        """The state in arrays, without the variables that `_named_variables` holds. Every worker has to call it."""
+        steps = int(self._accumulated_steps()) if self.built and self.gradient_accumulation_steps else 0
+        accumulators = vars(self._accumulators) if steps else {}
+        arrays = {}
+        for name, column in accumulators.items():
+            values = replicas.values_on_replicas(self._distribution_strategy, column)
+            arrays |= {f"{name}_{i}": value for i, value in enumerate(values)}
+        return state.with_description(self._describe_state() | {"accumulated_steps": steps}, arrays)
+
+    def _restore_state(self, arrays):
+        saved = state.description_of(arrays)
+        if saved is None:
+            raise ValueError(
+                f"{self.name} restores what a {type(self).__name__} saved. Received: state of another optimizer, with "
+                f"the variables {', '.join(sorted(arrays)[:8])}. Where these are dynamic_scale and step_counter, the "
+                "saved optimizer was in a LossScaleOptimizer, as a model in mixed_float16 puts it: wrap this one too, "
+                'by keras.config.set_dtype_policy("mixed_float16") before load_model. To load nothing but the weights '
+                "of the model, pass skip_mismatch=True to load_weights, or compile=False to load_model."
+            )
+        self._check_state(saved)
+        if self.built:
+            self._assign_state(saved, arrays)
+            return
+        self._pending_states += ((saved, arrays),)
+        if self._iterations.name in arrays:  # Asked for before the optimizer is built, to know where to go on.
+            self._iterations.assign(arrays[self._iterations.name])
+
+    def _restore_pending_states(self):
+        try:
+            for saved, arrays in self._pending_states:
+                self._check_state(saved)
+                self._assign_state(saved, arrays)
+        except ValueError:
+            self.built = False
+            raise
+        self._pending_states = ()
+
+    def _check_pending_states(self, variables):
+        """Raises ValueError if what was loaded does not fit the optimizer that `build(variables)` would give."""
+        self.built = False
+        if self._pending_states:
+            other = type(self).from_config(self.get_config())
+            other.build(variables)
+            for saved, _ in self._pending_states:
+                other._check_state(saved)
+
+    def _check_state(self, saved):
+        found = state.differences(saved, self._describe_state())
+        if found:
+            raise ValueError(
+                f"The saved state does not fit {self.name} ({type(self).__name__}), and none of it is restored: "
+                f"{'; '.join(found)}."
+            )
+        for name, patterns in self._exclusions().items():
+            if saved["exclusions"].get(name) != patterns:
+                warnings.warn(
+                    f"The saved state is of an optimizer with {name}={saved['exclusions'].get(name)}. {self.name} "
+                    f"goes on with its own: {patterns}",
+                    stacklevel=2,
+                )
+
+    def _assign_state(self, saved, arrays):
+        # tf.train.Checkpoint restores the variables itself.
+        in_file = self._iterations.name in arrays
+        for key, variable in self._named_variables().items():
+            if key in arrays:
+                variable.assign(arrays[key])
+            elif in_file and variable is not self._learning_rate:  # It was saved before it was built.
+                variable.assign(np.zeros(variable.shape))
+        steps = saved["accumulated_steps"]
+        if steps:
+            self._assign_accumulators(steps, arrays)
+
+    def _assign_accumulators(self, steps, arrays):
+        strategy = self._distribution_strategy
+        count = strategy.num_replicas_in_sync
+        columns = [
+            [arrays[f"{name}_{i}"] for i in range(len(column))] for name, column in vars(self._accumulators).items()
+        ]
+        saved_count = len(columns[0][0])
+        if saved_count != count:
+            warnings.warn(
+                f"The saved state is of {saved_count} replicas with {steps} of {self.gradient_accumulation_steps} "
+                f"accumulation steps done. {self.name} has {count}: what was accumulated is merged, and counts as "
+                f"{steps} steps of each.",
+                stacklevel=2,
+            )
+            means, deviations = columns if len(columns) == 2 else (*columns, [None] * len(columns[0]))
+            merged = [state.merge(m, d, steps, count) for m, d in zip(means, deviations, strict=True)]
+            columns = list(zip(*merged, strict=True))[: len(columns)]
+        replicas.assign_on_replicas(
+            strategy,
+            [slot for column in vars(self._accumulators).values() for slot in column],
+            [value for column in columns for value in column],
+        )
 
     # Exclusions.
 
@@ -516,7 +685,16 @@ class Optimizer(keras.optimizers.Optimizer):
         config = super().get_config() | self._configured()
         for argument, patterns in self._exclusions().items():
             config[argument] = None if patterns is None else list(patterns)
+        if callable(self.weight_decay):
+            config["weight_decay"] = keras.saving.serialize_keras_object(self.weight_decay)
         return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        if isinstance(config.get("weight_decay"), dict):
+            decay = keras.saving.deserialize_keras_object(config["weight_decay"], custom_objects=custom_objects)
+            config = config | {"weight_decay": decay}
+        return super().from_config(config, custom_objects)
 
 
 class VROptimizer(Optimizer):
@@ -548,12 +726,8 @@ class VROptimizer(Optimizer):
                 for variable in variables
             ]
 
-    def _build_accumulators(self, variables):
-        super()._build_accumulators(variables)
-        self._accumulated_deviations = self._local_slots(variables, "accumulated_deviations")
-
-    def _accumulators(self, index):
-        return self._accumulated_means[index], self._accumulated_deviations[index]
+    def accumulator_names(self):
+        return [*super().accumulator_names(), "accumulated_deviations"]
 
     def _check_samples(self):
         samples = self.samples()
@@ -629,6 +803,12 @@ class LayerAdaptiveOptimizer(Optimizer):
 def _call(function, *args, **static):
     """The same as `programs.call`, one operation after the other."""
     return function(*args, **static)
+
+
+def _sample(gradient, variable, loss_scale):
+    """One sample: dense, in the dtype of the arithmetic, without the loss scale."""
+    sample = tf.cast(tf.convert_to_tensor(gradient), _arithmetic_dtype(variable.dtype))
+    return sample if loss_scale is None else sample / tf.cast(loss_scale, sample.dtype)
 
 
 def decoupled_decay(variable, step, decays):
@@ -709,7 +889,7 @@ def _check_base_arguments(learning_rate, arguments):
     """What Keras leaves unchecked among the arguments that all its optimizers take."""
     if isinstance(learning_rate, numbers.Real):
         check_rate("learning_rate", learning_rate)
-    if arguments.get("weight_decay") is not None:
+    if arguments.get("weight_decay") is not None and not callable(arguments["weight_decay"]):
         check_rate("weight_decay", arguments["weight_decay"])
     for name in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
         if arguments.get(name) is not None:

@@ -10,9 +10,11 @@ Private names of TensorFlow in use, with the reason:
 - `tf.__internal__.distribute.strategy_supports_no_merge_call`: the same question for `cond`.
 """
 
+import concurrent.futures
 import contextlib
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from vrgd_tf import gsnr
@@ -78,6 +80,41 @@ def local_variable(shape, dtype, name):
     return keras.Variable(
         "zeros", shape=shape, dtype=dtype, trainable=False, aggregation="sum", synchronization="on_read", name=name
     )
+
+
+def outside_steps(function):
+    """Calls `function()` eagerly and in cross-replica context, also from a train step that is being traced."""
+    if tf.executing_eagerly() and tf.distribute.in_cross_replica_context():
+        return function()
+    # What a thread is in the midst of does not reach the threads that it starts.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def values_on_replicas(strategy, variables):
+    """What each replica holds of local `variables`: a list of arrays [replicas, ...]. Every worker has to call it."""
+
+    def read():
+        return [tf.convert_to_tensor(unwrap(variable))[tf.newaxis] for variable in variables]
+
+    values = tf.function(lambda: strategy.run(read), autograph=False)()
+    if len(strategy.experimental_local_results(values[0])) < strategy.num_replicas_in_sync:
+        return [strategy.gather(value, axis=0).numpy() for value in values]
+    return [np.concatenate(strategy.experimental_local_results(value)) for value in values]
+
+
+def assign_on_replicas(strategy, variables, values):
+    """Writes `values`, a list of arrays [replicas, ...], to local `variables`, to each replica its own."""
+
+    def write(values):
+        for variable, value in zip(variables, values, strict=True):
+            unwrap(variable).assign(value)
+
+    def of_replica(context):
+        return [tf.constant(value[context.replica_id_in_sync_group]) for value in values]
+
+    distributed = strategy.experimental_distribute_values_from_function(of_replica)
+    tf.function(lambda values: strategy.run(write, args=(values,)), autograph=False)(distributed)
 
 
 def all_reduce_sum(tensors):

@@ -85,19 +85,27 @@ def make_variables(values, dtype="float32"):
     ]
 
 
-def make_step(strategy, optimizer, variables, replicas, run_eagerly=False):
+def make_step(strategy, optimizer, variables, replicas, run_eagerly=False, sparse=False):
     """A function of gradient samples [replicas, ...], one tensor a variable, that takes one train step."""
 
     def on_replica(samples):
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         # As a loss that is divided by the number of replicas would give it.
         gradients = [tf.gather(sample, replica) / replicas for sample in samples]
+        if sparse:
+            gradients = [sparse_of(gradient) if gradient.shape.rank else gradient for gradient in gradients]
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def step(samples):
         strategy.run(on_replica, args=(samples,))
 
     return step if run_eagerly else tf.function(step)
+
+
+def sparse_of(gradient):
+    """The same gradient in slices, each row in two halves."""
+    rows = tf.range(gradient.shape[0])
+    return tf.IndexedSlices(tf.concat([gradient / 2] * 2, 0), tf.concat([rows] * 2, 0), gradient.shape)
 
 
 def train(make_optimizer, values, samples, replicas=1, merge_call=True, dtype="float32", run_eagerly=False):

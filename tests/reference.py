@@ -65,6 +65,7 @@ class Optimizer:
         self.__dict__.update({k: v for k, v in locals().items() if k not in ("self", "values")})
         self.w = [np.asarray(v, np.float64) for v in values]
         self.t = 0
+        self.skipped = 0  # updates without effect, which count for the overwriting with averages alone
         self.m, self.v, self.v_max, self.p, self.average = ([np.zeros_like(w) for w in self.w] for _ in range(5))
 
     def update(self, samples):
@@ -80,7 +81,7 @@ class Optimizer:
             if self.use_ema:
                 beta = self.ema_momentum if self.t > 1 else 0
                 self.average[i] = beta * self.average[i] + (1 - beta) * self.w[i]
-                if self.ema_overwrite_frequency and self.t % self.ema_overwrite_frequency == 0:
+                if self.ema_overwrite_frequency and (self.t + self.skipped) % self.ema_overwrite_frequency == 0:
                     self.w[i] = self.average[i].copy()
         return self.w
 

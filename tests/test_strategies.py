@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import vrgd_tf
 from tests import harness
 
 
@@ -148,29 +147,6 @@ def test_accumulation_steps_send_nothing(name, monkeypatch, rng):
     per_update = 2 if name == "VRLAMB" else 1
     assert seen == [0, 0, per_update] * 2
     assert replicas.all_reduce_sum([]) == []
-
-
-def test_sparse_gradients_equal_dense_ones():
-    def trained(sparse):
-        strategy = harness.strategy_of(2)
-        with strategy.scope():
-            table = harness.make_variables([np.arange(12).reshape(6, 2)])
-            optimizer = vrgd_tf.VRSGD(0.1, loss_scale_factor=2.0, clipnorm=1.0)
-        ids = tf.constant([[1, 1, 4], [1, 2, 2]])  # repeated within a replica, and seen by one replica only
-        rows = tf.reshape(tf.range(12, dtype=tf.float32), (2, 3, 2))
-
-        def on_replica():
-            i = tf.distribute.get_replica_context().replica_id_in_sync_group
-            gradient = tf.IndexedSlices(tf.gather(rows, i), tf.gather(ids, i), dense_shape=(6, 2))
-            optimizer.apply([gradient if sparse else tf.convert_to_tensor(gradient)], table)
-
-        tf.function(lambda: strategy.run(on_replica))()
-        return table[0].numpy()
-
-    found = trained(sparse=True)
-    np.testing.assert_array_equal(found, trained(sparse=False))
-    np.testing.assert_array_equal(found[[0, 3, 5]], np.arange(12).reshape(6, 2)[[0, 3, 5]])
-    assert np.all(found[[1, 2]] != np.arange(12).reshape(6, 2)[[1, 2]])
 
 
 def test_constraint_is_kept_and_a_skipped_step_does_not_apply_it():

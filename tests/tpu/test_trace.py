@@ -102,6 +102,20 @@ def test_bytes_of_the_sums(strategy, name):
     assert sorted(dtype.size for dtype in dtypes) == [2] * len(SHAPES) + [4] * len(SHAPES)
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_loss_scale_and_schedules_add_no_sum(strategy, steps):
+    """That a gradient on some replica is not finite is known from the sums that are made anyway."""
+    decay = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    cls, arguments, _ = harness.OPTIMIZERS["VRLAMB"]
+    inner = cls(**(arguments | {"weight_decay": decay, "learning_rate": decay}), gradient_accumulation_steps=steps)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner)
+    with strategy.scope():
+        variables = harness.make_variables([np.ones(shape) for shape in SHAPES])
+    operations = collections.Counter(node.op for node in all_nodes(trace(strategy, optimizer, variables)))
+    assert operations["CrossReplicaSum"] == 2 * len(SHAPES)
+    assert not HOST_OPS & set(operations)
+
+
 @pytest.mark.parametrize("steps", [None, 4])
 def test_keras_train_step_traces(strategy, steps):
     cls, arguments, _ = harness.OPTIMIZERS["VRLAMB"]

@@ -24,9 +24,9 @@ class Progress(keras.callbacks.Callback):
         self.epoch = epoch
 
 
-def model_of(steps):
+def model_of(steps, replicas=2):
     keras.utils.set_random_seed(1)
-    with harness.strategy_of(2).scope():
+    with harness.strategy_of(replicas).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
         rate = keras.optimizers.schedules.CosineDecay(0.05, 60)
         optimizer = vrgd_tf.VRLAMB(rate, weight_decay=0.01, gradient_accumulation_steps=steps, use_ema=True)

@@ -1,8 +1,10 @@
 """One worker of a MultiWorkerMirroredStrategy: trains on the samples in a file, writes its weights to another.
 
-python -m tests.multiworker INPUT.npz OUTPUT.npz OPTIMIZER STEPS, with TF_CONFIG set.
+python -m tests.multiworker INPUT.npz OUTPUT.npz OPTIMIZER SETTINGS, with TF_CONFIG set. SETTINGS is JSON: "arguments"
+of the optimizer, "sparse", whether its gradients are, and "initial_scale" of a LossScaleOptimizer around it, or null.
 """
 
+import json
 import os
 import sys
 
@@ -12,10 +14,12 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import numpy as np
 import tensorflow as tf
 
+import vrgd_tf
 from tests import harness
 
 
-def main(source, target, name, steps):
+def main(source, target, name, settings):
+    settings = json.loads(settings)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     cls, arguments, _ = harness.OPTIMIZERS[name]
     with np.load(source) as archive:
@@ -25,9 +29,11 @@ def main(source, target, name, steps):
         )
     with strategy.scope():
         variables = harness.make_variables(start)
-        optimizer = cls(gradient_accumulation_steps=int(steps) or None, **arguments)
+        optimizer = cls(**(arguments | settings["arguments"]))
+        if settings["initial_scale"]:
+            optimizer = vrgd_tf.LossScaleOptimizer(optimizer, initial_scale=settings["initial_scale"])
     replicas = strategy.num_replicas_in_sync
-    step = harness.make_step(strategy, optimizer, variables, replicas)
+    step = harness.make_step(strategy, optimizer, variables, replicas, sparse=settings["sparse"])
     updates, k = samples[0].shape[:2]
     for update in range(updates):
         for at in range(0, k, replicas):
@@ -36,6 +42,8 @@ def main(source, target, name, steps):
         target,
         iterations=int(optimizer.iterations),
         replicas=replicas,
+        skipped=int(optimizer.skipped_updates),
+        scale=optimizer.dynamic_scale.numpy() if settings["initial_scale"] else 1.0,
         **{f"w{i}": v.numpy() for i, v in enumerate(variables)},
     )
 

@@ -90,10 +90,10 @@ def test_kill_while_saving_costs_that_epoch_only_and_is_said(uninterrupted, tmp_
     check_same(tmp_path / "result.npz", uninterrupted)
 
 
-@pytest.mark.parametrize("part", [0, 0.3, 0.9])
-def test_truncated_backup_is_passed_over_for_the_one_before_it_and_that_is_said(part, tmp_path):
+@pytest.mark.parametrize("part, replicas", [(0, 2), (0.3, 2), (0.9, 2), (0.5, 1)])
+def test_truncated_backup_is_passed_over_for_the_one_before_it_and_that_is_said(part, replicas, tmp_path):
     def run(*callbacks, epochs):
-        model = interrupted.model_of(4)
+        model = interrupted.model_of(4, replicas)
         x = np.float32(np.random.default_rng(0).normal(size=(48, 3)))
         model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
         return model

@@ -126,7 +126,7 @@ def test_model_without_trainable_weights_trains_nothing_as_in_keras():
 ODD_SHAPES = [(), (1,), (0,), (3, 0), (1, 1), (2, 1, 3)]
 
 
-@pytest.mark.parametrize("replicas, steps", [(4, None), (2, 2)])
+@pytest.mark.parametrize("replicas, steps", [(4, None), (2, 2), (1, 4)])
 @pytest.mark.parametrize("name", harness.OPTIMIZERS)
 def test_scalars_and_tensors_without_elements(name, replicas, steps, rng):
     start = [np.float32(rng.normal(size=shape)) for shape in ODD_SHAPES]
@@ -149,11 +149,12 @@ LAYER_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("replicas, steps", [(REPLICAS, None), (REPLICAS, 2), (1, 2)])
 @pytest.mark.parametrize("layer_arguments", LAYER_ARGUMENTS.values(), ids=LAYER_ARGUMENTS)
-def test_constraints_and_regularizers(layer_arguments, steps):
+def test_constraints_and_regularizers(layer_arguments, replicas, steps):
     stock = model_of(keras.optimizers.SGD(0.05, momentum=0.9), replicas=1, **layer_arguments)
-    ours = model_of(vrgd_tf.VRMomentum(0.05, gamma=1.0, gradient_accumulation_steps=steps), **layer_arguments)
+    ours = vrgd_tf.VRMomentum(0.05, gamma=1.0, gradient_accumulation_steps=steps)
+    ours = model_of(ours, replicas, **layer_arguments)
     train(stock, steps=3, batch=8 * (steps or 1))
     train(ours, steps=3 * (steps or 1))
     harness.assert_weights_close(ours.get_weights(), stock.get_weights(), 1e-5)
@@ -175,7 +176,7 @@ def test_average_of_weights_in_fit(frequency, steps):
 
 
 @pytest.mark.parametrize("kind", ["schedule", "callable"])
-@pytest.mark.parametrize("replicas, steps", [(4, None), (2, 2)])
+@pytest.mark.parametrize("replicas, steps", [(4, None), (2, 2), (1, 4)])
 @pytest.mark.parametrize("name", ["VRSGD", "VRAdam", "VRLARS", "VRLAMB"])
 def test_weight_decay_on_a_schedule_counts_updates(name, replicas, steps, kind, rng):
     start = [np.float32(rng.normal(size=(4, 3)))]

@@ -230,7 +230,7 @@ def test_ratio_max_and_other_gammas(name, rng):
     harness.assert_weights_close(run.weights[-1], expected[-1], 1e-5)
 
 
-@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("steps", [None, 2, 4])
 @pytest.mark.parametrize("name", harness.VR_OPTIMIZERS)
 def test_excluded_variables_take_the_plain_step(name, steps, rng):
     cls, arguments, _ = harness.OPTIMIZERS[name]

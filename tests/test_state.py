@@ -67,12 +67,13 @@ def resume(way, model, fresh, path):
 
 
 WAYS = ["keras file", "weights", "weights, unbuilt", "checkpoint", "checkpoint, unbuilt"]
-EVERY_WAY = [("VRLAMB", way) for way in WAYS]
-EVERY_OPTIMIZER = [(name, way) for name in harness.OPTIMIZERS for way in ("keras file", "checkpoint")]
+EVERY_WAY = [("VRLAMB", way, steps) for way in WAYS for steps in (None, STEPS)]
+EVERY_OPTIMIZER = [
+    (name, way, steps) for name in harness.OPTIMIZERS for way, steps in (("keras file", None), ("checkpoint", STEPS))
+]
 
 
-@pytest.mark.parametrize("steps", [None, STEPS])
-@pytest.mark.parametrize("name, way", sorted({*EVERY_WAY, *EVERY_OPTIMIZER}))
+@pytest.mark.parametrize("name, way, steps", dict.fromkeys(EVERY_WAY + EVERY_OPTIMIZER))
 def test_resumed_run_equals_one_that_did_not_stop(name, way, steps, tmp_path):
     """With accumulation it stops in the midst of one: 6 batches are one update and 2 of the next 4 steps."""
 
@@ -86,6 +87,19 @@ def test_resumed_run_equals_one_that_did_not_stop(name, way, steps, tmp_path):
     assert int(resumed.optimizer.iterations) == int(model.optimizer.iterations) == (1 if steps else 6)
     for m in (resumed, model):
         fit(m, 6, 12)
+    check_same_state(resumed, model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_resumed_run_on_one_device(way, tmp_path):
+    def fresh():
+        return model_of(make(steps=STEPS), replicas=1)
+
+    model = fresh()
+    fit(model, 0, 6)
+    resumed = resume(way, model, fresh, tmp_path)
+    for m in (resumed, model):
+        fit(m, 6, 8)
     check_same_state(resumed, model)
 
 
@@ -378,6 +392,15 @@ def test_copies_go_on_on_their_own(copied):
         np.testing.assert_array_equal(a, b)
     fit(model, 6, 8)
     check_same_state(other, model)
+
+
+def test_compiled_model_is_saved_as_a_saved_model(tmp_path):
+    model = model_of(make(steps=STEPS))
+    fit(model, 0, 6)
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+    x = np.ones((4, 3), np.float32)
+    found = tf.saved_model.load(str(tmp_path / "saved")).signatures["serving_default"](tf.constant(x))
+    np.testing.assert_allclose(next(iter(found.values())), model(x), rtol=1e-6)
 
 
 def test_description_is_text_that_names_the_variables():

@@ -3,14 +3,8 @@
 import keras
 
 from vrgd_tf import rules
-from vrgd_tf.optimizer import (
-    VROptimizer,
-    check_adam_arguments,
-    check_second_moment,
-    decoupled_decay,
-    documented,
-    scaled,
-)
+from vrgd_tf.arguments import check_adam_arguments, check_second_moment, documented
+from vrgd_tf.optimizer import VROptimizer, decoupled_decay, scaled
 
 
 @documented

@@ -3,14 +3,8 @@
 import keras
 
 from vrgd_tf import rules
-from vrgd_tf.optimizer import (
-    LayerAdaptiveOptimizer,
-    VROptimizer,
-    check_decay_rate,
-    check_rate,
-    documented,
-    scaled,
-)
+from vrgd_tf.arguments import check_decay_rate, check_rate, documented
+from vrgd_tf.optimizer import LayerAdaptiveOptimizer, VROptimizer, scaled
 
 
 @documented

@@ -19,7 +19,6 @@ Private names of Keras in use, all of them the same from Keras 3.10 to 3.15:
 import collections
 import functools
 import math
-import numbers
 import re
 import types
 import typing
@@ -29,65 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from vrgd_tf import gsnr, programs, replicas, rules, state
-
-SECOND_MOMENTS = ("scaled_gradient", "gradient")
-VARIANCE_DTYPES = ("float32", "bfloat16")
-_JIT_COMPILE_UPDATE = ("auto", True, False)
-
-BASE_ARGUMENTS = """
-        weight_decay: float, schedule, callable without arguments, or None: the rate of the weight decay.
-        clipnorm, clipvalue, global_clipnorm: float or None. As in Keras, but on the gradient that all replicas share,
-            after the reduction.
-        use_ema, ema_momentum, ema_overwrite_frequency: the average of the weights. As in Keras, counted in updates.
-        loss_scale_factor: float or None, as in Keras.
-        gradient_accumulation_steps: int >= 2 or None. Update once in so many steps, from the mean of their gradients.
-            A step that does not update sends nothing between replicas.
-        exclude_from_weight_decay: list of regular expressions that are searched in `variable.path`; [] excludes
-            nothing. {weight_decay_default}
-        skip_nonfinite: bool. If True, a NaN or an infinity in any gradient on any replica leaves all weights and slots
-            as they are, and counts in `skipped_updates`.
-        jit_compile_update: "auto", True or False. Whether XLA compiles the update of each variable. "auto" compiles it
-            except under a TPUStrategy, which compiles the whole step.
-        name: str or None, the optimizer's name."""
-
-GSNR_ARGUMENTS = """
-        gamma: float in (0, 1], the least ratio. At 1, with `ratio_max` 1, this is the plain optimizer.
-        ratio_max: float >= 1, the largest ratio. Above 1 it is this implementation's option, not the paper's.
-        beta_3: float in [0, 1) or None. If given, the ratio is averaged over updates with it, and corrected for its
-            bias, before it scales the gradient.
-        exclude_from_gsnr: list of regular expressions that are searched in `variable.path`. Variables that match have
-            ratio 1. None, the default, and [] exclude nothing.
-        variance_dtype: "float32" or "bfloat16", in which the variances travel between replicas."""
-
-LAYER_ADAPTATION_ARGUMENT = """
-        exclude_from_layer_adaptation: list of regular expressions that are searched in `variable.path`; variables that
-            match keep trust ratio 1. None, the default, stands for every variable of rank 0 or 1, such as biases and
-            the scales of normalisation layers; [] excludes nothing."""
-
-SECOND_MOMENT_ARGUMENT = """
-        second_moment: "scaled_gradient" or "gradient", which of ghat and gbar the second moment squares. With ghat, the
-            default, most of the ratio cancels between the moments: it changes little on tables and images and helped
-            a little on masked language models. With gbar the ratio really shortens the steps of noisy coordinates:
-            much better where many coordinates are noise or rare, clearly worse on masked language models; a
-            `ratio_max` of 10 enlarges both effects. (Prototypes of this implementation, not the paper's.)"""
-
-
-def documented(cls):
-    """Fills in the arguments that the docstrings of several classes share."""
-    decay_default = (
-        "None, the default, stands for every variable of rank 0 or 1, as in layer adaptation."
-        if issubclass(cls, LayerAdaptiveOptimizer)
-        else "None, the default, excludes nothing either."
-    )
-    if cls.__doc__ is not None:  # Python removes it under -OO.
-        cls.__doc__ = cls.__doc__.format(
-            base_arguments=BASE_ARGUMENTS.format(weight_decay_default=decay_default),
-            gsnr_arguments=GSNR_ARGUMENTS,
-            layer_adaptation_argument=LAYER_ADAPTATION_ARGUMENT,
-            second_moment_argument=SECOND_MOMENT_ARGUMENT,
-        )
-    return cls
+from vrgd_tf import arguments, gsnr, programs, replicas, rules, state
 
 
 class Step(typing.NamedTuple):
@@ -135,15 +76,15 @@ class Optimizer(keras.optimizers.Optimizer):
         jit_compile_update="auto",
         **kwargs,
     ):
-        check_patterns("exclude_from_weight_decay", exclude_from_weight_decay)
-        check_choice("skip_nonfinite", skip_nonfinite, (True, False))
-        check_choice("jit_compile_update", jit_compile_update, _JIT_COMPILE_UPDATE)
-        _check_base_arguments(learning_rate, kwargs)
+        exclusions = arguments.check_patterns("exclude_from_weight_decay", exclude_from_weight_decay)
+        arguments.check_choice("skip_nonfinite", skip_nonfinite, (True, False))
+        arguments.check_choice("jit_compile_update", jit_compile_update, arguments.JIT_COMPILE_UPDATE)
+        arguments.check_base_arguments(learning_rate, kwargs)
         replicas.check_strategy(tf.distribute.get_strategy())
         super().__init__(learning_rate=learning_rate, **kwargs)
         self.skip_nonfinite = skip_nonfinite
         self.jit_compile_update = jit_compile_update
-        self._weight_decay_exclusions = exclude_from_weight_decay
+        self._weight_decay_exclusions = exclusions
         # A namespace, because Keras and TensorFlow would track a dictionary, and save its variables twice.
         self._slots = types.SimpleNamespace()
         self._accumulators = types.SimpleNamespace()
@@ -536,7 +477,7 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def _describe_state(self):
         return {
-            "rule": self.rule.__qualname__.split(".")[0],
+            "rule": self.rule.__qualname__.rsplit(".", 1)[0],
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "exclusions": self._exclusions(),
             "variables": [(_path(variable), list(variable.shape)) for variable in self._trainable_variables]
@@ -550,6 +491,9 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def _saved_state(self):
         """The state in arrays, without the variables that `_named_variables` holds. Every worker has to call it."""
+        return replicas.outside_steps(self._collect_state)  # tf.saved_model.save asks for it in a graph.
+
+    def _collect_state(self):
         steps = int(self._accumulated_steps()) if self.built and self.gradient_accumulation_steps else 0
         accumulators = vars(self._accumulators) if steps else {}
         arrays = {}
@@ -658,8 +602,7 @@ class Optimizer(keras.optimizers.Optimizer):
             raise ValueError("exclude_from_weight_decay must be called before the optimizer is built.")
         patterns = [f"^{re.escape(_path(variable))}$" for variable in var_list or ()]
         patterns += [f"(^|/)[^/]*({name})[^/]*$" for name in var_names or ()]
-        check_patterns("var_names", patterns)
-        self._weight_decay_exclusions = patterns
+        self._weight_decay_exclusions = arguments.check_patterns("var_names", patterns)
 
     def _exclusions(self):
         """Dict from argument names to lists of patterns."""
@@ -683,8 +626,7 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def get_config(self):
         config = super().get_config() | self._configured()
-        for argument, patterns in self._exclusions().items():
-            config[argument] = None if patterns is None else list(patterns)
+        config |= {name: patterns if patterns is None else [*patterns] for name, patterns in self._exclusions().items()}
         if callable(self.weight_decay):
             config["weight_decay"] = keras.saving.serialize_keras_object(self.weight_decay)
         return config
@@ -705,11 +647,11 @@ class VROptimizer(Optimizer):
     def __init__(
         self, *, gamma=0.1, ratio_max=1.0, beta_3=None, exclude_from_gsnr=None, variance_dtype="float32", **kwargs
     ):
-        gamma = check_number("gamma", gamma, "in (0, 1]", lambda x: 0 < x <= 1)
-        ratio_max = check_number("ratio_max", ratio_max, "at least 1 and finite", lambda x: 1 <= x < math.inf)
-        beta_3 = beta_3 if beta_3 is None else check_decay_rate("beta_3", beta_3)
-        check_patterns("exclude_from_gsnr", exclude_from_gsnr)
-        check_choice("variance_dtype", variance_dtype, VARIANCE_DTYPES)
+        gamma = arguments.check_number("gamma", gamma, "in (0, 1]", lambda x: 0 < x <= 1)
+        ratio_max = arguments.check_number("ratio_max", ratio_max, "at least 1 and finite", lambda x: 1 <= x < math.inf)
+        beta_3 = beta_3 if beta_3 is None else arguments.check_decay_rate("beta_3", beta_3)
+        exclude_from_gsnr = arguments.check_patterns("exclude_from_gsnr", exclude_from_gsnr)
+        arguments.check_choice("variance_dtype", variance_dtype, arguments.VARIANCE_DTYPES)
         super().__init__(**kwargs)
         self.gamma = gamma
         self.ratio_max = ratio_max
@@ -782,7 +724,9 @@ class LayerAdaptiveOptimizer(Optimizer):
     """What LARS and LAMB share: weight decay inside the trust ratio, and variables that have neither."""
 
     def __init__(self, *, exclude_from_layer_adaptation=None, **kwargs):
-        check_patterns("exclude_from_layer_adaptation", exclude_from_layer_adaptation)
+        exclude_from_layer_adaptation = arguments.check_patterns(
+            "exclude_from_layer_adaptation", exclude_from_layer_adaptation
+        )
         super().__init__(**kwargs)
         self.exclude_from_layer_adaptation = exclude_from_layer_adaptation
 
@@ -836,67 +780,3 @@ def _is_vector(variable):
 
 def _matches(patterns, variable):
     return any(re.search(pattern, _path(variable)) for pattern in patterns or ())
-
-
-# Checks of arguments. Each raises ValueError.
-
-
-def check_number(name, value, expected, holds):
-    """Returns `value` as a float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not holds(value):
-        raise ValueError(f"`{name}` must be a number {expected}. Received: {name}={value!r}")
-    return float(value)
-
-
-def check_decay_rate(name, value):
-    """Returns `value` as a float."""
-    return check_number(name, value, "in [0, 1)", lambda x: 0 <= x < 1)
-
-
-def check_rate(name, value):
-    """Returns `value` as a float."""
-    return check_number(name, value, "at least 0 and finite", lambda x: 0 <= x < math.inf)
-
-
-def check_adam_arguments(beta_1, beta_2, epsilon):
-    """Returns the three as floats."""
-    return check_decay_rate("beta_1", beta_1), check_decay_rate("beta_2", beta_2), check_rate("epsilon", epsilon)
-
-
-def check_second_moment(value):
-    check_choice("second_moment", value, SECOND_MOMENTS)
-
-
-def check_choice(name, value, choices):
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}. Received: {name}={value!r}")
-
-
-def check_patterns(name, patterns):
-    valid = patterns is None or (isinstance(patterns, (list, tuple)) and all(isinstance(p, str) for p in patterns))
-    if not valid:
-        raise ValueError(f"`{name}` must be None or a list of regular expressions. Received: {name}={patterns!r}")
-    for pattern in patterns or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"`{name}` must hold regular expressions. Received: {pattern!r}, which is none: {error}"
-            ) from error
-
-
-def _check_base_arguments(learning_rate, arguments):
-    """What Keras leaves unchecked among the arguments that all its optimizers take."""
-    if isinstance(learning_rate, numbers.Real):
-        check_rate("learning_rate", learning_rate)
-    if arguments.get("weight_decay") is not None and not callable(arguments["weight_decay"]):
-        check_rate("weight_decay", arguments["weight_decay"])
-    for name in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
-        if arguments.get(name) is not None:
-            check_number(name, arguments[name], "above 0 and finite", lambda x: 0 < x < math.inf)
-    steps = arguments.get("gradient_accumulation_steps")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 2):
-        raise ValueError(
-            "`gradient_accumulation_steps` must be None or an integer >= 2. Received: "
-            f"gradient_accumulation_steps={steps!r}"
-        )

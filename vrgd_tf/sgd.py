@@ -3,7 +3,8 @@
 import keras
 
 from vrgd_tf import rules
-from vrgd_tf.optimizer import VROptimizer, check_decay_rate, decoupled_decay, documented, scaled
+from vrgd_tf.arguments import check_decay_rate, documented
+from vrgd_tf.optimizer import VROptimizer, decoupled_decay, scaled
 
 
 @documented

@@ -33,8 +33,10 @@ def strategy():
     return fake_tpu_strategy((2, 2))
 
 
-def trace(strategy, optimizer, variables):
+def trace(strategy, optimizer, variables, sparse=False):
     def on_replica(*gradients):
+        if sparse:
+            gradients = [harness.sparse_of(gradient) for gradient in gradients]
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     @tf.function
@@ -100,6 +102,30 @@ def test_bytes_of_the_sums(strategy, name):
     nodes = all_nodes(trace(strategy, optimizer, variables))
     dtypes = [tf.as_dtype(node.attr["T"].type) for node in nodes if node.op == "CrossReplicaSum"]
     assert sorted(dtype.size for dtype in dtypes) == [2] * len(SHAPES) + [4] * len(SHAPES)
+
+
+FEATURES = {
+    "clipnorm": dict(clipnorm=1.0),
+    "clipvalue": dict(clipvalue=1.0),
+    "global_clipnorm": dict(global_clipnorm=1.0),
+    "average": dict(use_ema=True),
+    "average that overwrites": dict(use_ema=True, ema_overwrite_frequency=2),
+    "loss_scale_factor": dict(loss_scale_factor=8.0),
+    "no skipping": dict(skip_nonfinite=False),
+    "exclusions": dict(exclude_from_weight_decay=["_0"], exclude_from_layer_adaptation=[]),
+}
+
+
+@pytest.mark.parametrize("sparse, dtype", [(False, "float32"), (True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_add_no_sum_and_nothing_that_leaves_the_device(strategy, feature, sparse, dtype):
+    cls, arguments, _ = harness.OPTIMIZERS["VRLAMB"]
+    with strategy.scope():
+        variables = harness.make_variables([np.ones(shape) for shape in SHAPES], dtype)
+        optimizer = cls(**(arguments | FEATURES[feature]), gradient_accumulation_steps=2)
+    operations = collections.Counter(node.op for node in all_nodes(trace(strategy, optimizer, variables, sparse)))
+    assert operations["CrossReplicaSum"] == 2 * len(SHAPES)
+    assert not HOST_OPS & set(operations)
 
 
 @pytest.mark.parametrize("steps", [None, 2])

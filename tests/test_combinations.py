@@ -1,6 +1,7 @@
 """Random combinations of all that can be switched on, each against the float64 reference.
 
-100 in every run of the tests, the same each time; more, and others, with e.g. VRGD_TF_COMBINATIONS=1000.
+100 in every run of the tests, the same each time. Others, with --hypothesis-seed, by setting VRGD_TF_COMBINATIONS to
+their number; some hundred in one process, since TensorFlow keeps each XLA program that it compiles.
 """
 
 import os
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests import harness, reference
 
-COMBINATIONS = int(os.environ.get("VRGD_TF_COMBINATIONS", "100"))
+COMBINATIONS = os.environ.get("VRGD_TF_COMBINATIONS")
 SHAPES = [(4, 3), (5,), ()]
 SPACING = {"float32": 2.0**-23, "float64": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 CLIPPINGS = [{}, {"clipvalue": 0.3}, {"clipnorm": 0.5}, {"global_clipnorm": 0.7}]
@@ -40,14 +41,16 @@ def combinations(draw):
         "sparse": draw(st.booleans()),
         "loss_scale_factor": draw(st.sampled_from([None, 64.0])),
         "run_eagerly": draw(st.booleans()),
-        "jit_compile_update": draw(st.booleans()),
+        "jit_compile_update": draw(st.sampled_from([True, False, False])),
         "merge_call": draw(st.booleans()) or replicas != 2,
         "spoilt": draw(st.sampled_from([None, None, 0, 1])),
         "seed": draw(st.integers(0, 2**32 - 1)),
     }
 
 
-@hypothesis.settings(max_examples=COMBINATIONS, deadline=None, derandomize=COMBINATIONS == 100, database=None)
+@hypothesis.settings(
+    max_examples=int(COMBINATIONS or 100), derandomize=COMBINATIONS is None, deadline=None, database=None
+)
 @hypothesis.given(combinations())
 def test_every_combination_equals_the_float64_reference(combination):
     check(**combination)

@@ -62,8 +62,7 @@ def test_scaled_gradients_give_the_update_of_plain_ones(name, steps, rng):
     w, samples = start(rng), harness.make_samples(rng, 3, 4 * (steps or 1), SHAPES)
     found = harness.train(lambda: wrapped(name, steps=steps, initial_scale=1024.0), w, scaled(samples, 1024.0), 4)
     expected = harness.train(lambda: wrapped(name, steps=steps).inner_optimizer, w, samples, 4)
-    for a, b in zip(found.weights[-1], expected.weights[-1], strict=True):
-        np.testing.assert_array_equal(a, b)
+    harness.assert_weights_close(found.weights[-1], expected.weights[-1], 1e-6)  # not one and the same XLA program
     assert scale_of(found.optimizer) == 1024 and counter_of(found.optimizer) == 3
 
 

@@ -339,6 +339,12 @@ def test_float_and_schedule_may_change_places(tmp_path):
     assert float(to_float.learning_rate.numpy()) == np.float32(0.05) and int(to_float.iterations) == 3
 
 
+def test_checkpoint_of_a_float_rate_into_a_schedule_is_refused_with_the_way_out(tmp_path):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    with pytest.raises(ValueError, match=r"is a schedule.* was a variable\. Use save_weights and load_weights"):
+        transfer("checkpoint", trained().optimizer, trained(learning_rate=schedule).optimizer, tmp_path)
+
+
 def test_differences_name_many_variables_shortly():
     saved = {"rule": "LAMB", "gradient_accumulation_steps": None, "slots": {}}
     many = saved | {"variables": [(f"layer_{i}/kernel", [2]) for i in range(100)]}

@@ -480,6 +480,7 @@ class Optimizer(keras.optimizers.Optimizer):
             "rule": self.rule.__qualname__.rsplit(".", 1)[0],
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "exclusions": self._exclusions(),
+            "learning_rate": "a variable" if isinstance(self._learning_rate, keras.Variable) else "a schedule",
             "variables": [(_path(variable), list(variable.shape)) for variable in self._trainable_variables]
             if self.built
             else [],
@@ -512,12 +513,19 @@ class Optimizer(keras.optimizers.Optimizer):
                 'by keras.config.set_dtype_policy("mixed_float16") before load_model. To load nothing but the weights '
                 "of the model, pass skip_mismatch=True to load_weights, or compile=False to load_model."
             )
+        in_file = self._iterations.name in arrays
+        if not in_file and saved["learning_rate"] != (own := self._describe_state()["learning_rate"]):
+            # tf.train.Checkpoint restores the variables itself, by their order, in which this is the second.
+            raise ValueError(
+                f"tf.train.Checkpoint cannot restore {self.name}, whose learning rate is {own}, from one whose rate "
+                f"was {saved['learning_rate']}. Use save_weights and load_weights, which can."
+            )
         self._check_state(saved)
         if self.built:
             self._assign_state(saved, arrays)
             return
         self._pending_states += ((saved, arrays),)
-        if self._iterations.name in arrays:  # Asked for before the optimizer is built, to know where to go on.
+        if in_file:  # Asked for before the optimizer is built, to know where to go on.
             self._iterations.assign(arrays[self._iterations.name])
 
     def _restore_pending_states(self):

@@ -26,7 +26,7 @@ setup(
         # TPU wheels end with TensorFlow 2.20; libtpu comes with them.
         "tpu": ["tensorflow-tpu>=2.19,<2.21"],
         "scripts": SCRIPTS,
-        "test": [*SCRIPTS, "hypothesis>=6.100,<7", "pytest>=8,<10", "ruff>=0.9,<1"],
+        "test": [*SCRIPTS, "hypothesis>=6.100,<7", "pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.9,<1"],
     },
     classifiers=[
         "Framework :: Keras",

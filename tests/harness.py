@@ -124,6 +124,27 @@ def train(make_optimizer, values, samples, replicas=1, merge_call=True, dtype="f
     return Run(weights, optimizer, variables, strategy)
 
 
+def train_on_batches(model, x, y, batch_size):
+    """Trains a compiled model on batch after batch, each of them split over the replicas.
+
+    As `fit` does; it starts faster. Keras' `train_on_batch` gives the whole batch to every replica.
+    """
+    strategy = model.distribute_strategy
+    replicas = strategy.num_replicas_in_sync
+
+    def on_replica(*data):
+        model.train_step(data)
+
+    step = tf.function(lambda *data: strategy.run(on_replica, args=data))
+    for at in range(0, len(x), batch_size):
+        shards = [np.split(values[at : at + batch_size], replicas) for values in (x, y)]
+        step(*[strategy.experimental_distribute_values_from_function(functools.partial(_shard, s)) for s in shards])
+
+
+def _shard(shards, context):
+    return tf.constant(shards[context.replica_id_in_sync_group])
+
+
 def check_replicas_agree(variables):
     """Fails if a mirrored variable is not bit for bit the same on all replicas."""
     for variable in variables:

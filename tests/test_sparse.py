@@ -148,7 +148,7 @@ def test_embedding_layer_equals_a_dense_layer_on_one_hot_inputs(name, steps):
             optimizer = cls(**arguments, loss_scale_factor=4.0, global_clipnorm=0.5, gradient_accumulation_steps=steps)
             model.compile(optimizer=optimizer, loss="mse")
         for _ in range(4):
-            model.train_on_batch(inputs, target)
+            harness.train_on_batches(model, inputs, target, 8)
         return model.get_weights(), values
 
     found, start = trained(keras.layers.Embedding(ROWS, WIDTH), ids)

@@ -73,6 +73,7 @@ class LossScaleOptimizer(_KerasLossScaleOptimizer):
                 )
                 setattr(self, name, variable)
 
+    @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss):
         """The loss times the scale; float32 where the loss is of 16 bits."""
         replicas.build_once(

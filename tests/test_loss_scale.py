@@ -238,6 +238,37 @@ def test_scale_and_inner_state_are_restored(way, built, rng, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def test_what_was_loaded_can_be_saved_again_each_way(rng, tmp_path):
+    with harness.strategy_of(2).scope():
+        model, other = (overflowing_model(vrgd_tf.VRAdam(0.01)) for _ in range(2))
+    x, y = inputs(rng, 2, bad_replica=1)
+    harness.train_on_batches(model, x, y, 16)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other.load_weights(tmp_path / "model.weights.h5")
+    path = tf.train.Checkpoint(optimizer=other.optimizer).save(tmp_path / "checkpoint")
+    harness.train_on_batches(other, x[16:], y[16:], 16)
+    tf.train.Checkpoint(optimizer=other.optimizer).restore(path)
+    assert scale_of(other.optimizer) == scale_of(model.optimizer) == 2**14
+
+
+def test_states_that_do_not_fit(tmp_path):
+    stock, ours = {}, {}
+    keras.optimizers.Adam().save_own_variables(stock)
+    with pytest.raises(ValueError, match="state of another optimizer"):
+        wrapped("VRLAMB").load_own_variables(stock)
+    wrapped("VRLAMB").load_own_variables({})  # A file without an optimizer leaves it as it is.
+    wrapped("VRLAMB", initial_scale=8.0).save_own_variables(ours)
+    optimizer = wrapped("VRLAMB")
+    optimizer.load_own_variables(ours)
+    optimizer.build(harness.make_variables([np.ones(3)]))
+    assert scale_of(optimizer) == 8
+
+
+def test_gradients_without_variables_need_an_optimizer_that_is_built():
+    with pytest.raises(ValueError, match="need an optimizer that is built"):
+        wrapped("LAMB").apply([tf.ones(3)])
+
+
 def test_config_round_trip():
     optimizer = wrapped("VRLAMB", initial_scale=4.0, dynamic_growth_steps=5, name="mine")
     config = keras.optimizers.serialize(optimizer)

@@ -1,5 +1,7 @@
 """Dynamic loss scaling for float16 that sees an infinity on every replica."""
 
+import types
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -48,7 +50,8 @@ class LossScaleOptimizer(_KerasLossScaleOptimizer):
                 f"others. Received: inner_optimizer={inner_optimizer!r}"
             )
         super().__init__(inner_optimizer, *args, **kwargs)
-        self._start = {"step_counter": 0, "dynamic_scale": self.initial_scale}
+        # The values to begin with. A namespace, because Keras and TensorFlow would track a dictionary.
+        self._start = types.SimpleNamespace(step_counter=0, dynamic_scale=self.initial_scale)
 
     @property
     def skipped_updates(self):
@@ -69,26 +72,31 @@ class LossScaleOptimizer(_KerasLossScaleOptimizer):
             for name, dtype in (("step_counter", "int32"), ("dynamic_scale", "float32")):
                 # Keras' add_variable would count it twice: as a variable and as an attribute.
                 variable = keras.Variable(
-                    self._start[name], dtype=dtype, trainable=False, aggregation="only_first_replica", name=name
+                    getattr(self._start, name),
+                    dtype=dtype,
+                    trainable=False,
+                    aggregation="only_first_replica",
+                    name=name,
                 )
                 setattr(self, name, variable)
+
+    def _scale(self):
+        """The scale, on a replica whose step may be the first to ask for it."""
+        replicas.build_once(
+            lambda: hasattr(self, "dynamic_scale"), lambda: self._build_scale(tf.distribute.get_strategy())
+        )
+        return tf.convert_to_tensor(self.dynamic_scale)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss):
         """The loss times the scale; float32 where the loss is of 16 bits."""
-        replicas.build_once(
-            lambda: hasattr(self, "dynamic_scale"), lambda: self._build_scale(tf.distribute.get_strategy())
-        )
-        return keras.ops.multiply(loss, self.dynamic_scale)
+        return keras.ops.multiply(loss, self._scale())
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads, trainable_variables=None):
         """As `apply` of the inner optimizer, with gradients of the scaled loss."""
-        if not self.built and trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            replicas.build_once(lambda: self.built, lambda: self.build(trainable_variables))
-        scale = tf.convert_to_tensor(self.dynamic_scale)
-        self.inner_optimizer.apply_scaled(grads, trainable_variables, scale, self._next)
+        self.inner_optimizer.apply_scaled(grads, trainable_variables, self._scale(), self._next)
+        self.built = True
 
     def _next(self, finite):
         """The variables of the scale, and their values after an update."""
@@ -103,7 +111,7 @@ class LossScaleOptimizer(_KerasLossScaleOptimizer):
 
     def save_own_variables(self, store):
         """Called by Keras; the inner optimizer saves its own."""
-        for name, start in self._start.items():
+        for name, start in vars(self._start).items():
             store[name] = getattr(self, name).numpy() if hasattr(self, name) else start
 
     def load_own_variables(self, store):
@@ -112,16 +120,17 @@ class LossScaleOptimizer(_KerasLossScaleOptimizer):
         Raises:
             ValueError: if the store is of another optimizer.
         """
-        saved = set(store.keys())
-        if saved != set(self._start):
+        saved, own = sorted(store.keys()), sorted(vars(self._start))
+        if not saved:
+            return  # Of which the inner optimizer warns.
+        if saved != own:
             raise ValueError(
-                f"{self.name} restores {sorted(self._start)}. Received: state of another optimizer, with "
-                f"{len(saved)} variables."
+                f"{self.name} restores {own}. Received: state of another optimizer, with the variables {saved[:8]}."
             )
-        for name in self._start:
-            self._start[name] = np.asarray(store[name]).item()
+        for name in own:
+            setattr(self._start, name, np.asarray(store[name]).item())
             if hasattr(self, name):
-                getattr(self, name).assign(self._start[name])
+                getattr(self, name).assign(getattr(self._start, name))
 
 
 def _new(cls, inner_optimizer=None, *args, **kwargs):

@@ -46,5 +46,6 @@ def test_public_names():
     import vrgd_tf
 
     assert sorted(vrgd_tf.__all__) == [
-        "LAMB", "LARS", "VRAdam", "VRLAMB", "VRLARS", "VRMomentum", "VRSGD", "gsnr",
+        "BackupAndRestore", "LAMB", "LARS", "LossScaleOptimizer", "VRAdam", "VRLAMB", "VRLARS", "VRMomentum", "VRSGD",
+        "gsnr",
     ]  # fmt: skip

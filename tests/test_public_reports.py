@@ -8,6 +8,7 @@ samples are equal.
 """
 
 import ast
+import functools
 import json
 import os
 import pathlib
@@ -99,6 +100,7 @@ REPORTS = {
 }
 
 
+@functools.cache
 def functions_of(file):
     return {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
 
@@ -133,9 +135,9 @@ def fit(model, x, y, batch_size=8, **arguments):
 
 
 def gradients_of(weights, x, y):
-    """Those of the mean squared error of the linear model; zeros where there are no examples."""
+    """Those of the mean squared error of the linear model."""
     kernel, bias = weights
-    error = 2 * (np.float64(x) @ kernel + bias - y) / max(y.size, 1)
+    error = 2 * (np.float64(x) @ kernel + bias - y) / y.size
     return [x.T @ error, error.sum(0)]
 
 
@@ -177,8 +179,8 @@ def test_average_of_the_weights_in_fit_under_a_strategy(rng):
     """keras-core#437: stock Keras raises. The model has the average when fit ends, as Keras documents."""
     x, y = data(rng, 40)
     ema = dict(use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2)
-    model = model_of(lambda: vrgd_tf.VRSGD(0.3, **ema), 4)
-    expected = trained_reference("sgd", model.get_weights(), x, y, 5, 4, learning_rate=0.3, **ema)
+    model = model_of(lambda: vrgd_tf.VRSGD(0.3, **ema), 2)
+    expected = trained_reference("sgd", model.get_weights(), x, y, 5, 2, learning_rate=0.3, **ema)
     fit(model, x, y)
     harness.assert_weights_close(model.get_weights(), expected.average, 1e-5)
 
@@ -222,7 +224,7 @@ def test_weights_of_16_bits_move(name, dtype, rng):
     expected = trained_reference(weights=before, x=x, y=y, updates=1, samples=2, **(arguments | rule)).w
     step = steps(before, fit(model, x, y))
     # The weights themselves are rounded, to 1/512 of their value in bfloat16, and so are the gradients.
-    harness.assert_weights_close(step, [b - e for b, e in zip(before, expected, strict=True)], 0.15)
+    harness.assert_weights_close(step, [b - e for b, e in zip(before, expected, strict=True)], 0.08)
 
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS", "VRLAMB", "VRLARS"])

@@ -111,7 +111,7 @@ def test_resumes_from_keras_backup_and_restore(steps, tmp_path):
 
     class Interruption(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
+            if epoch == 1:
                 raise Interrupted
 
     x = np.float32(np.random.default_rng(5).normal(size=(48, 3)))
@@ -145,7 +145,7 @@ def test_state_of_4_replicas_loads_on_others(replicas, way, tmp_path):
 # In the midst of an accumulation.
 
 
-@pytest.mark.parametrize("name", ["VRLAMB", "LARS"])
+@pytest.mark.parametrize("name", ["VRLAMB", "VRMomentum", "LARS"])
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_half_an_accumulation_of_4_replicas_goes_on_with_others(replicas, name, rng, tmp_path):
     """Its mean and variance are kept: the update is that of samples with the same two, and of those that follow."""

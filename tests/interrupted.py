@@ -54,7 +54,8 @@ def main(directory, result, steps, die_in_epoch):
     x = np.float32(np.random.default_rng(0).normal(size=(BATCHES * 8, 3)))
     callback = vrgd_tf.BackupAndRestore(directory, keep=EPOCHS, delete_checkpoint=False)
     model.fit(x, x[:, :1] ** 2, batch_size=8, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[callback, Progress()])
-    state = [variable.numpy() for variable in model.variables + model.optimizer.variables[:-8]]
+    variables = model.variables + model.optimizer.variables
+    state = [variable.numpy() for variable in variables if variable.synchronization != "on_read"]
     np.savez(result, *state, iterations=int(model.optimizer.iterations))
 
 

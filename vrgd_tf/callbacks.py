@@ -79,11 +79,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         unfinished = self._join(_UNFINISHED)
         self.model.save_weights(unfinished, overwrite=True)
         tf.io.gfile.rename(unfinished, self._path(epoch + 1), overwrite=True)
-        # Epochs beyond this one are of a run that was started anew.
-        epochs = self._epochs()
-        for other in epochs:
-            if other > epoch + 1 or other not in [e for e in epochs if e <= epoch + 1][-self.keep :]:
-                tf.io.gfile.remove(self._path(other))
+        # Backups beyond this epoch are of a run that was started anew.
+        kept = [other for other in self._epochs() if other <= epoch + 1][-self.keep :]
+        for other in set(self._epochs()) - set(kept):
+            tf.io.gfile.remove(self._path(other))
 
     def on_train_end(self, logs=None):
         self.model._initial_epoch = None  # Else the next call of fit would start there too.

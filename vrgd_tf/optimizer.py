@@ -473,7 +473,7 @@ class Optimizer(keras.optimizers.Optimizer):
             if slot is not None
         }
         others = {id(variable) for variable in slots.values()}
-        return slots | {variable.name: variable for variable in self._variables if id(variable) not in others}
+        return slots | {variable.name: variable for variable in super().variables if id(variable) not in others}
 
     def _describe_state(self):
         return {
@@ -568,7 +568,8 @@ class Optimizer(keras.optimizers.Optimizer):
         for key, variable in self._named_variables().items():
             if key in arrays:
                 variable.assign(arrays[key])
-            elif in_file and variable is not self._learning_rate:  # It was saved before it was built.
+            elif in_file and not saved["variables"] and variable is not self._learning_rate:
+                # Saved before it was built, when all of these would have been zero.
                 variable.assign(np.zeros(variable.shape))
         steps = saved["accumulated_steps"]
         if steps:

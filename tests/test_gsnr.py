@@ -1,5 +1,7 @@
 """The statistics and the ratio against float64, at every scale, and their properties."""
 
+import functools
+
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -8,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests import reference
-from vrgd_tf import gsnr
+from vrgd_tf import gsnr, programs
 
 
 def ratio(samples, replicas=None, gamma=0.1, ratio_max=1.0):
@@ -27,7 +29,7 @@ def ratio(samples, replicas=None, gamma=0.1, ratio_max=1.0):
         statistics.append((mean / replicas, None if deviations is None else deviations / replicas**2))
     gradient = tf.add_n([mean for mean, _ in statistics])
     shares = [gsnr.relative_variance(m, gradient, d, replicas=replicas, steps=steps) for m, d in statistics]
-    r, defined = gsnr.gsnr(gradient, tf.add_n(shares) / replicas, k)
+    r, defined = gsnr.gsnr(gradient, tf.add_n(shares), k)
     return gsnr.layer_ratio(r, defined, gamma, ratio_max).numpy()
 
 
@@ -63,10 +65,10 @@ def test_ratio_of_small_and_of_huge_layers(size, rng):
     np.testing.assert_allclose(ratio(samples), reference.ratio(samples), atol=1e-4)
 
 
-def test_layer_mean_is_exact_in_the_compiled_update_too(rng):
-    r = np.float32(rng.exponential(size=2**24 + 3) + 1e-3)
-    compiled = tf.function(gsnr.layer_ratio, jit_compile=True)
-    found = compiled(tf.constant(r), tf.ones(r.shape, tf.bool), 0.1, 1.0).numpy()
+@pytest.mark.parametrize("size", [2**24, 2**24 + 3])
+def test_layer_mean_is_exact_in_the_compiled_update_too(size, rng):
+    r = np.float32(rng.exponential(size=size) + 1e-3)
+    found = programs.call(gsnr.layer_ratio, tf.constant(r), tf.ones(r.shape, tf.bool), gamma=0.1, ratio_max=1.0).numpy()
     np.testing.assert_allclose(found, np.clip(r / r.mean(dtype=np.float64), 0.1, 1), atol=1e-4)
 
 
@@ -103,6 +105,16 @@ def test_agreement_is_recognised_whatever_the_rounding_of_the_mean(k, rng):
 def test_one_element_has_ratio_1(rng):
     assert ratio(noisy(rng, 4, ()))[()] == 1
     assert ratio(noisy(rng, 4, (1,)))[0] == 1
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("exponent", [-40, -35, 0, 10])
+def test_layer_ratio_of_any_scale(exponent, compiled):
+    """Where the mean GSNR is zero to float32 all take the plain step; no quotient becomes NaN."""
+    r = tf.constant(np.float32(np.array([0, 0.01, 2, 1] + 12 * [0.5]) * 10.0**exponent))
+    ratio = functools.partial(programs.call, gsnr.layer_ratio) if compiled else gsnr.layer_ratio
+    found = ratio(r, tf.ones(16, tf.bool), gamma=0.1, ratio_max=1.0).numpy()
+    np.testing.assert_allclose(found, np.ones(16) if exponent == -40 else [0.1, 0.1, 1, 1] + 12 * [8 / 9.01], rtol=1e-6)
 
 
 def test_layer_without_elements():

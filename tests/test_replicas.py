@@ -72,7 +72,25 @@ def test_local_variable_differs_between_replicas_and_starts_at_zero():
     np.testing.assert_array_equal([float(copy.numpy()) for copy in variable.value.values], [2, 4])
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_all_finite(bad):
-    assert replicas.all_finite([tf.ones(3), tf.zeros((0,))])
-    assert not replicas.all_finite([tf.ones(3), tf.constant([1.0, bad])])
+@pytest.mark.parametrize("merge_call, computed", [(True, 1), (False, 2)])
+def test_what_is_the_same_on_all_replicas_is_computed_once_where_they_share_memory(merge_call, computed):
+    strategy = harness.strategy_of(2, merge_call)
+    calls = []
+
+    def double(x, pairs):
+        calls.append(tf.distribute.in_cross_replica_context())
+        return [2 * x, {name: None if value is None else 2 * value for name, value in pairs.items()}]
+
+    def on_replica():
+        x, pairs = replicas.once(double, tf.constant(3.0), {"a": tf.constant(4.0), "b": None})
+        assert pairs["b"] is None
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return x + pairs["a"] + tf.cast(replica, tf.float32)
+
+    results = tf.function(lambda: strategy.run(on_replica))()
+    assert [float(value) for value in strategy.experimental_local_results(results)] == [14, 15]
+    assert calls == [merge_call] * computed
+
+
+def test_one_replica_has_nothing_to_share():
+    assert float(replicas.once(lambda x: 2 * x, tf.constant(3.0))) == 6

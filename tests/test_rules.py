@@ -4,32 +4,49 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from vrgd_tf import rules
+from vrgd_tf import programs, rules
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.fixture(params=["compiled", "one operation after the other"])
+def call(request):
+    """How the optimizers call a function of this module."""
+    return programs.call if request.param == "compiled" else lambda function, *args: function(*args)
+
+
+# Sizes that the compiled reductions divide, and that they do not.
+@pytest.mark.parametrize("shape", [(32, 20), (31, 21)])
 @pytest.mark.parametrize("exponent", [-30, -25, -12, 0, 12, 25, 30])
-def test_norm_of_any_scale(exponent, jit, rng):
-    x = np.float32(rng.normal(size=(30, 20)) * 10.0**exponent)
-    norm = tf.function(rules.norm, jit_compile=jit)
-    np.testing.assert_allclose(norm(x).numpy(), np.linalg.norm(np.float64(x)), rtol=1e-5)
+def test_norm_of_any_scale(exponent, shape, call, rng):
+    x = np.float32(rng.normal(size=shape) * 10.0**exponent)
+    expected = np.linalg.norm(np.float64(x))
+    np.testing.assert_allclose(call(rules.norm_of_any_scale, tf.constant(x)).numpy(), expected, rtol=1e-5)
+    if abs(exponent) <= 12:
+        np.testing.assert_allclose(call(rules.norm, tf.constant(x)).numpy(), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_norm_of_a_huge_layer(jit, rng):
-    x = np.float32(rng.normal(size=2**24 + 3))
-    norm = tf.function(rules.norm, jit_compile=jit)
-    np.testing.assert_allclose(norm(x).numpy(), np.linalg.norm(np.float64(x)), rtol=1e-5)
+@pytest.mark.parametrize("size", [2**24, 2**24 + 3])
+def test_norm_of_a_huge_layer(size, call, rng):
+    x = np.float32(rng.normal(size=size))
+    expected = np.linalg.norm(np.float64(x))
+    for norm in (rules.norm, rules.norm_of_any_scale):
+        np.testing.assert_allclose(call(norm, tf.constant(x)).numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("x", [[], [0.0], [0.0, 0.0]])
-def test_norm_of_nothing(x):
-    assert rules.norm(tf.constant(x, tf.float32)).numpy() == 0
+def test_norm_of_nothing(x, call):
+    assert call(rules.norm_of_any_scale, tf.constant(x, tf.float32)).numpy() == 0
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_norm_is_not_finite_where_an_element_is_not(bad):
-    assert not np.isfinite(rules.norm(tf.constant([1.0, bad])).numpy())
+@pytest.mark.parametrize("size", [1, 7, 16, 64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_element_that_is_not_finite_is_found_wherever_it_stands(bad, size, call):
+    good = tf.constant(np.full(size, 3e38, np.float32))  # finite, though their sum is not
+    assert call(rules.is_finite, good)
+    assert call(rules.is_finite, tf.zeros(0))
+    for at in range(size):
+        x = tf.tensor_scatter_nd_update(good, [[at]], [bad])
+        assert not call(rules.is_finite, x)
+        assert not np.isfinite(call(rules.norm_of_any_scale, x).numpy())
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.999999])

@@ -82,6 +82,7 @@ class VRAdam(VROptimizer, keras.optimizers.Adam):
             slots.get("velocity_hat"),
             step.learning_rate,
             step.number,
+            step.finite,
             beta_1=hyper.beta_1,
             beta_2=hyper.beta_2,
             epsilon=hyper.epsilon,

@@ -17,6 +17,8 @@ one shape and one dtype, float32 or float64, except where a function says otherw
 import numpy as np
 import tensorflow as tf
 
+from vrgd_tf.programs import total
+
 # Below this, float32 has no full precision left, and hardware may round to zero: such a number counts as zero.
 _TINY = float(np.finfo(np.float32).tiny)
 _EPSILON = float(np.finfo(np.float32).eps)
@@ -55,13 +57,13 @@ def accumulate(gradient, mean, squared_deviations, count):
     return mean, squared_deviations + tf.square(deviation) * (1 - weight)
 
 
-def relative_variance(replica_mean, gradient, squared_deviations=None, *, replicas=1, steps=1):
-    """One replica's share of `v`; the mean of the shares over the replicas is `v`.
+def relative_variance(replica_mean, gradient, squared_deviations=None, *, replicas=1, steps=1, dtype=None):
+    """One replica's share of `v`; the sum of the shares over the replicas is `v`.
 
     Relative to the gradient, so that neither large nor small gradients overflow, and from deviations rather than
-    from E[g^2] - E[g]^2, which cancels in float32. Where the gradient is zero the unit is lost: there the share is 1
-    if this replica has a non-zero sample and 0 if it has none, which is enough to tell "noise without a signal" from
-    "no gradient at all".
+    from E[g^2] - E[g]^2, which cancels in float32. Where the gradient is zero the unit is lost: there `v` is the part
+    of the replicas that have a non-zero sample, which is enough to tell "noise without a signal" from "no gradient at
+    all".
 
     Args:
         replica_mean: mean of this replica's samples; with one step, the sample itself.
@@ -69,9 +71,10 @@ def relative_variance(replica_mean, gradient, squared_deviations=None, *, replic
         squared_deviations: what `accumulate` returned, or None if the replica has one sample.
         replicas: int, how many replicas there are.
         steps: int, how many samples each replica has.
+        dtype: of the share; None for that of the inputs.
 
     Returns:
-        A tensor of the inputs' shape and dtype, >= 0, inf where the share is too large for the dtype.
+        A tensor of the inputs' shape, >= 0, inf where the share is too large for the dtype.
     """
     no_signal = is_zero(gradient)
     unit = tf.where(no_signal, tf.ones_like(gradient), gradient)
@@ -82,7 +85,8 @@ def relative_variance(replica_mean, gradient, squared_deviations=None, *, replic
         # Divided twice: the square of the unit may underflow where its quotient does not.
         share += squared_deviations * (replicas**2 / steps) / unit / unit
         silent = tf.logical_and(silent, tf.equal(squared_deviations, 0))
-    return tf.where(no_signal, 1 - tf.cast(silent, share.dtype), share)
+    share = tf.where(no_signal, 1 - tf.cast(silent, share.dtype), share) * (1 / replicas)
+    return share if dtype is None else tf.cast(share, dtype)
 
 
 def gsnr(gradient, variance, samples):
@@ -120,7 +124,8 @@ def layer_ratio(r, defined, gamma, ratio_max):
         A tensor of the shape and dtype of `r`, in [gamma, ratio_max]. Elements whose GSNR is undefined have ratio
         1, the plain optimizer's step, and do not take part in the mean. Where the mean is zero, all have ratio 1.
     """
-    count = tf.reduce_sum(tf.cast(defined, r.dtype))
-    mean = tf.math.divide_no_nan(tf.reduce_sum(r), count)
-    ratio = tf.clip_by_value(tf.math.divide_no_nan(r, mean), gamma, ratio_max)
-    return tf.where(tf.logical_and(defined, mean > 0), ratio, tf.ones_like(ratio))
+    count, mean = total(tf.cast(defined, r.dtype)), total(r)
+    mean /= tf.maximum(count, 1)
+    usable = tf.logical_not(is_zero(mean))
+    ratio = tf.clip_by_value(r * (1 / tf.where(usable, mean, 1)), gamma, ratio_max)
+    return tf.where(tf.logical_and(defined, usable), ratio, tf.ones_like(ratio))

@@ -68,6 +68,7 @@ class LAMB(LayerAdaptiveOptimizer):
             step.learning_rate,
             step.number,
             step.weight_decay if decays else None,
+            step.finite,
             beta_1=hyper.beta_1,
             beta_2=hyper.beta_2,
             epsilon=hyper.epsilon,

@@ -56,6 +56,7 @@ class LARS(LayerAdaptiveOptimizer):
             slots.get("momentum"),
             step.learning_rate,
             step.weight_decay if decays else None,
+            step.finite,
             momentum=hyper.momentum,
             nesterov=hyper.nesterov,
             trust_coefficient=hyper.trust_coefficient,

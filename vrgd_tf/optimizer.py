@@ -258,7 +258,7 @@ class Optimizer(keras.optimizers.Optimizer):
         with tf.name_scope(self.name):
             grads, variables = self._filter_empty_gradients(grads, variables)
             grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
-            samples = [_sample(*pair, loss_scale) for pair in zip(grads, variables, strict=True)]
+            samples = [self._sample(*pair, loss_scale) for pair in zip(grads, variables, strict=True)]
             if self.gradient_accumulation_steps:
                 replicas.cond(
                     lambda: tf.equal(self._accumulated_steps() + 1, self.gradient_accumulation_steps),
@@ -291,6 +291,14 @@ class Optimizer(keras.optimizers.Optimizer):
     def _check_samples(self):
         """Raises ValueError where an update has too few samples; called when a step is traced."""
 
+    def _sample(self, gradient, variable, loss_scale):
+        """One sample: dense, in the dtype of the arithmetic, without the loss scale."""
+        gradient, dtype = tf.convert_to_tensor(gradient), _arithmetic_dtype(variable.dtype)
+        if loss_scale is None and gradient.dtype == dtype:
+            return gradient
+        scale = None if loss_scale is None else tf.cast(loss_scale, dtype)
+        return self._call(_unscaled, gradient, scale, dtype=dtype)
+
     def _accumulated_steps(self):
         return self._iterations % self.gradient_accumulation_steps
 
@@ -317,27 +325,19 @@ class Optimizer(keras.optimizers.Optimizer):
         gradients = replicas.all_reduce_sum(list(means))
         variances = self._variances(variables, means, gradients, deviations)
         step = self._step(gradients, skip=self.skip_nonfinite or values_after is not None)
-        hyper = self._hyperparameters()
+        slots = [
+            {name: slot[index] for name, slot in vars(self._slots).items() if slot[index] is not None}
+            for index in indices
+        ]
+        tensors = [tf.convert_to_tensor(variable) for variable in variables]
+        slot_tensors = [{name: tf.convert_to_tensor(slot) for name, slot in row.items()} for row in slots]
+        new_values = replicas.once(
+            functools.partial(self._new_values_of, variables), tensors, gradients, variances, slot_tensors, step
+        )
         targets, values = [], []
-        for variable, index, gradient, variance in zip(variables, indices, gradients, variances, strict=True):
-            slots = {name: slot[index] for name, slot in vars(self._slots).items() if slot[index] is not None}
-            # A constraint is the user's code, which XLA may not be able to compile.
-            constraint = getattr(variable, "constraint", None)
-            call = self._call if constraint is None else _call
-            new_variable, new_slots = call(
-                self._new_values,
-                tf.convert_to_tensor(variable),
-                gradient,
-                variance,
-                {name: tf.convert_to_tensor(slot) for name, slot in slots.items()},
-                step,
-                hyper=hyper,
-                decays=self._decays(variable),
-                adapts=self._adapts(variable),
-                constraint=constraint,
-            )
-            targets += [variable, *slots.values()]
-            values += [new_variable, *(new_slots[name] for name in slots)]
+        for variable, row, (new_variable, new_slots) in zip(variables, slots, new_values, strict=True):
+            targets += [variable, *row.values()]
+            values += [new_variable, *(new_slots[name] for name in row)]
         if step.finite is not None:
             targets.append(self._skipped_updates)
             values.append(self.skipped_updates + tf.cast(tf.logical_not(step.finite), tf.int64))
@@ -367,12 +367,13 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def _step(self, gradients, skip):
         iterations = self.iterations
+        finite, gradient_scale = replicas.once(lambda *gradients: self._check_and_clip(gradients, skip), *gradients)
         return Step(
             learning_rate=tf.convert_to_tensor(self.learning_rate),
             number=iterations + 1 - self.skipped_updates,
-            finite=replicas.all_finite(gradients) if skip else None,
+            finite=finite,
             weight_decay=self._current_weight_decay(),
-            gradient_scale=self._global_clip(gradients),
+            gradient_scale=gradient_scale,
             overwrite_with_average=(
                 tf.equal((iterations + 1) % self.ema_overwrite_frequency, 0)
                 if self.use_ema and self.ema_overwrite_frequency
@@ -380,11 +381,17 @@ class Optimizer(keras.optimizers.Optimizer):
             ),
         )
 
-    def _global_clip(self, gradients):
-        if self.global_clipnorm is None:
-            return None
-        total = rules.norm(tf.stack([rules.norm(gradient) for gradient in gradients]))
-        return self.global_clipnorm / tf.maximum(total, self.global_clipnorm)
+    def _check_and_clip(self, gradients, skip):
+        """Whether all gradients are finite, and what `global_clipnorm` scales them by; None for what is not in use."""
+        finite = gradient_scale = None
+        if skip:
+            finite = tf.reduce_all([self._call(rules.is_finite, gradient) for gradient in gradients])
+        if self.global_clipnorm is not None:
+            norms = [tf.cast(self._call(rules.norm_of_any_scale, gradient), tf.float32) for gradient in gradients]
+            gradient_scale = self.global_clipnorm / tf.maximum(
+                rules.norm_of_any_scale(tf.stack(norms)), self.global_clipnorm
+            )
+        return finite, gradient_scale
 
     @classmethod
     def _new_values(cls, variable, gradient, variance, slots, step, *, hyper, decays, adapts, constraint):
@@ -398,23 +405,41 @@ class Optimizer(keras.optimizers.Optimizer):
         new_slots |= rule_slots
         if hyper.use_ema:
             average = tf.where(step.number <= 1, new, rules.moving_average(slots["average"], new, hyper.ema_momentum))
-            new_slots["average"] = average
+            new_slots["average"] = average = rules.where_finite(step.finite, average, slots["average"])
             if step.overwrite_with_average is not None:
                 new = tf.where(step.overwrite_with_average, average, new)
         new = tf.cast(new, variable.dtype)
         if constraint is not None:
             new = constraint(new)
-        if step.finite is not None:
-            new = tf.where(step.finite, new, variable)
-            new_slots = {name: tf.where(step.finite, value, slots[name]) for name, value in new_slots.items()}
-        return new, new_slots
+        return rules.where_finite(step.finite, new, variable), {name: new_slots[name] for name in slots}
+
+    def _new_values_of(self, variables, values, gradients, variances, slots, step):
+        """List of `(variable, slots)`, the new values of each of `variables`."""
+        hyper = self._hyperparameters()
+        results = []
+        for variable, *tensors in zip(variables, values, gradients, variances, slots, strict=True):
+            # A constraint is the user's code, which XLA may not be able to compile.
+            constraint = getattr(variable, "constraint", None)
+            call = self._call if constraint is None else _call
+            results.append(
+                call(
+                    self._new_values,
+                    *tensors,
+                    step,
+                    hyper=hyper,
+                    decays=self._decays(variable),
+                    adapts=self._adapts(variable),
+                    constraint=constraint,
+                )
+            )
+        return results
 
     @staticmethod
     def _clip(hyper, gradient, step):
         if hyper.clipvalue is not None:
             return tf.clip_by_value(gradient, -hyper.clipvalue, hyper.clipvalue)
         if hyper.clipnorm is not None:
-            return gradient * (hyper.clipnorm / tf.maximum(rules.norm(gradient), hyper.clipnorm))
+            return gradient * (hyper.clipnorm / tf.maximum(rules.norm_of_any_scale(gradient), hyper.clipnorm))
         if step.gradient_scale is not None:
             return gradient * step.gradient_scale
         return gradient
@@ -703,13 +728,13 @@ class VROptimizer(Optimizer):
 
     def _variances(self, variables, means, gradients, deviations):
         used = [i for i, variable in enumerate(variables) if self._uses_gsnr(variable)]
+        dtype = None if self.variance_dtype == "float32" else self.variance_dtype
         variances = replicas.variance_of_samples(
             [means[i] for i in used],
             [gradients[i] for i in used],
             [deviations[i] for i in used],
             self.gradient_accumulation_steps or 1,
-            None if self.variance_dtype == "float32" else self.variance_dtype,
-            functools.partial(self._call, gsnr.relative_variance),
+            functools.partial(self._call, gsnr.relative_variance, dtype=dtype),
         )
         found = dict(zip(used, variances, strict=True))
         return [found.get(i) for i in range(len(variables))]
@@ -718,12 +743,12 @@ class VROptimizer(Optimizer):
     def _ratio(cls, hyper, gradient, variance, slots, step):
         if variance is None:
             return None, {}
-        r, defined = gsnr.gsnr(gradient, variance, hyper.samples)
+        r, defined = gsnr.gsnr(gradient, tf.cast(variance, gradient.dtype), hyper.samples)
         ratio = gsnr.layer_ratio(r, defined, hyper.gamma, hyper.ratio_max)
         if hyper.beta_3 is None:
             return ratio, {}
-        average = rules.moving_average(slots["ratio_average"], ratio, hyper.beta_3)
-        return average / rules.bias_correction(hyper.beta_3, step.number), {"ratio_average": average}
+        average = rules.moving_average(slots["ratio_average"], ratio, hyper.beta_3, step.finite)
+        return average * (1 / rules.bias_correction(hyper.beta_3, step.number)), {"ratio_average": average}
 
     def _exclusions(self):
         return super()._exclusions() | {"exclude_from_gsnr": self.exclude_from_gsnr}
@@ -758,10 +783,9 @@ def _call(function, *args, **static):
     return function(*args, **static)
 
 
-def _sample(gradient, variable, loss_scale):
-    """One sample: dense, in the dtype of the arithmetic, without the loss scale."""
-    sample = tf.cast(tf.convert_to_tensor(gradient), _arithmetic_dtype(variable.dtype))
-    return sample if loss_scale is None else sample / tf.cast(loss_scale, sample.dtype)
+def _unscaled(gradient, loss_scale, *, dtype):
+    gradient = tf.cast(gradient, dtype)
+    return gradient if loss_scale is None else gradient / loss_scale
 
 
 def decoupled_decay(variable, step, decays):

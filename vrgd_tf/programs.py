@@ -5,9 +5,14 @@ comes from. Were each optimizer to compile its own, a search over seeds or learn
 over and over, and on CPUs run out of memory mappings after some hundred optimizers.
 """
 
+import threading
+
 import tensorflow as tf
 
 _programs = {}
+_state = threading.local()
+# So many partial results XLA computes side by side in the vectors of a CPU.
+_PARTIAL_RESULTS = 16
 
 
 def call(function, *args, **static):
@@ -35,6 +40,32 @@ def _trace(function, structure, specs, static):
 
     # Out of the step that is being traced: the program belongs to no device and to no replica.
     with tf.init_scope():
-        return tf.function(program, jit_compile=True, autograph=False).get_concrete_function(
-            *[spec for spec in specs if spec is not None]
-        )
+        _state.tracing = True
+        try:
+            return tf.function(program, jit_compile=True, autograph=False).get_concrete_function(
+                *[spec for spec in specs if spec is not None]
+            )
+        finally:
+            _state.tracing = False
+
+
+def total(x):
+    """The sum of all elements of `x`, none of which is negative: a scalar of its dtype, not finite where one is not.
+
+    XLA for CPUs writes what a sum over a whole tensor is computed from to memory, and adds one element after the other.
+    In a program the sum is therefore made in two steps, of which the first computes and adds in vectors, in one pass.
+    """
+    return _reduce(tf.reduce_sum, x)
+
+
+def largest(x):
+    """The largest of all elements of `x`, none of which is negative; otherwise as `total`."""
+    return _reduce(tf.reduce_max, x)
+
+
+def _reduce(reduction, x):
+    size = x.shape.num_elements()
+    if getattr(_state, "tracing", False) and size and size % _PARTIAL_RESULTS == 0:
+        # The maximum keeps XLA from making one reduction of the two.
+        x = tf.maximum(reduction(tf.reshape(x, (_PARTIAL_RESULTS, -1)), 0), 0)
+    return reduction(x)

@@ -176,9 +176,7 @@ def build_once(is_built, build):
     tf.distribute.get_replica_context().merge_call(lambda strategy: None if is_built() else build())
 
 
-def variance_of_samples(
-    replica_means, gradients, squared_deviations, steps, dtype=None, relative_variance=gsnr.relative_variance
-):
+def variance_of_samples(replica_means, gradients, squared_deviations, steps, relative_variance=gsnr.relative_variance):
     """Relative variances of the samples of all replicas.
 
     Args:
@@ -187,21 +185,42 @@ def variance_of_samples(
             number of replicas make them mean gradients.
         squared_deviations: list as long, of tensors or None; see `gsnr.accumulate`.
         steps: int, samples of one replica.
-        dtype: the dtype in which the variances travel between replicas; None for their own.
         relative_variance: `gsnr.relative_variance`, or the same compiled.
 
     Returns:
-        List of tensors of the shapes and dtypes of `gradients`, the same on every replica.
+        List of tensors of the shapes of `gradients` and the dtype of `relative_variance`, the same on every replica.
     """
-    replicas = replica_count()
-    shares = [
-        relative_variance(mean, gradient, deviations, replicas=replicas, steps=steps)
-        for mean, gradient, deviations in zip(replica_means, gradients, squared_deviations, strict=True)
-    ]
-    sums = all_reduce_sum([share if dtype is None else tf.cast(share, dtype) for share in shares])
-    return [tf.cast(total, gradient.dtype) / replicas for total, gradient in zip(sums, gradients, strict=True)]
+    return all_reduce_sum(
+        [
+            relative_variance(mean, gradient, deviations, replicas=replica_count(), steps=steps)
+            for mean, gradient, deviations in zip(replica_means, gradients, squared_deviations, strict=True)
+        ]
+    )
 
 
-def all_finite(tensors):
-    """Whether every element of every tensor is finite: a bool scalar."""
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
+def once(function, *args):
+    """`function(*args)` of arguments that are the same on all replicas, computed once where the replicas share memory.
+
+    Those of a MirroredStrategy on CPUs do: what one of them has computed costs the others nothing. `function` returns
+    a structure of tensors; it may run in cross-replica context.
+    """
+    strategy = tf.distribute.get_strategy()
+    if not _shares_memory(strategy):
+        return function(*args)
+
+    def merged(strategy, *args):
+        with tf.device(strategy.extended.worker_devices[0]):
+            return function(*tf.nest.map_structure(lambda x: strategy.experimental_local_results(x)[0], args))
+
+    return tf.distribute.get_replica_context().merge_call(merged, args=args)
+
+
+def _shares_memory(strategy):
+    if strategy.num_replicas_in_sync == 1 or tf.__internal__.distribute.strategy_supports_no_merge_call():
+        return False
+    devices = [tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices]
+    return (
+        len(devices) > 1
+        and {device.device_type for device in devices} == {"CPU"}
+        and len({(device.job, device.replica, device.task) for device in devices}) == 1
+    )

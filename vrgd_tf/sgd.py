@@ -53,6 +53,7 @@ class VRSGD(VROptimizer, keras.optimizers.SGD):
             scaled(gradient, ratio),
             slots.get("momentum"),
             step.learning_rate,
+            step.finite,
             momentum=hyper.momentum,
             nesterov=hyper.nesterov,
         )

@@ -1,12 +1,23 @@
-"""What does an update cost? Whole `apply_gradients` in a tf.function, side by side in one process.
+"""What does an update cost? Whole `apply_gradients` in a tf.function, stock Keras and ours side by side.
 
-    python -m benchmarks.update_step --replicas=4 --rounds=20
+    python -m benchmarks.update_step
+    python -m benchmarks.update_step --sets=bert-small --replicas=2,4 --what=update,parts --json=update.json
 
-Each round runs a stock optimizer and ours in turn, so that a change of the machine's speed meets both; medians and
-their ratio are printed. The times on CPUs say nothing about TPUs.
+Each round runs all optimizers of a group in turn, so that a change of the machine's speed meets them all; medians, and
+their ratios to the stock optimizer of the group, are printed. Gradients differ from replica to replica. With one
+replica, four accumulation steps make an update, and their whole is timed.
+
+`update`: the update alone, and the time of the first call, which traces and compiles. `parts`: where VRLAMB's time
+goes, each part compiled by itself, next to the time that the bytes which it has to move take at the speed of a plain
+addition. `fit`: train steps of whole models as `model.fit` runs them, on 2 replicas.
+
+The times are of CPUs and say nothing about TPUs. Replicas on CPUs share their memory, and let one of them compute what
+is the same for all; on other devices each computes it.
 """
 
 import argparse
+import gc
+import json
 import os
 import time
 
@@ -17,77 +28,340 @@ import numpy as np
 import tensorflow as tf
 
 import vrgd_tf
-from vrgd_tf import replicas
+from vrgd_tf import gsnr, programs, replicas, rules
 
-# Tensors of a small BERT: an embedding and layers of attention and feed-forward, 24M parameters.
-SHAPES = [(30522, 512)] + 4 * ([(512, 512)] * 4 + [(512,)] * 6 + [(512, 1024), (1024,), (1024, 512)])
-PAIRS = [
-    ("SGD(momentum)", lambda: keras.optimizers.SGD(1e-3, momentum=0.9), "VRMomentum", lambda: vrgd_tf.VRMomentum(1e-3)),
-    ("AdamW", lambda: keras.optimizers.AdamW(1e-3), "VRAdam", lambda: vrgd_tf.VRAdam(1e-3, weight_decay=0.004)),
-    ("Lamb", lambda: keras.optimizers.Lamb(1e-3), "LAMB", lambda: vrgd_tf.LAMB(1e-3)),
-    ("Lamb", lambda: keras.optimizers.Lamb(1e-3), "VRLAMB", lambda: vrgd_tf.VRLAMB(1e-3)),
+ACCUMULATION_STEPS = 4  # of one replica
+# The first of each group is what the others are compared with.
+GROUPS = [
+    {
+        "keras SGD(momentum)": lambda **k: keras.optimizers.SGD(1e-4, momentum=0.9, **k),
+        "VRMomentum": lambda **k: vrgd_tf.VRMomentum(1e-4, **k),
+        "LARS": lambda **k: vrgd_tf.LARS(1e-4, **k),
+        "VRLARS": lambda **k: vrgd_tf.VRLARS(1e-4, **k),
+    },
+    {
+        "keras AdamW": lambda **k: keras.optimizers.AdamW(1e-4, weight_decay=0.004, **k),
+        "keras Adam": lambda **k: keras.optimizers.Adam(1e-4, **k),
+        "VRAdam": lambda **k: vrgd_tf.VRAdam(1e-4, weight_decay=0.004, **k),
+    },
+    {
+        "keras Lamb": lambda **k: keras.optimizers.Lamb(1e-4, **k),
+        "LAMB": lambda **k: vrgd_tf.LAMB(1e-4, **k),
+        "VRLAMB": lambda **k: vrgd_tf.VRLAMB(1e-4, **k),
+    },
 ]
 
 
-def make_step(strategy, make_optimizer):
-    """A function without arguments that applies one set of gradients, different on each replica."""
+def bert_small():
+    """Shapes of BERT with 4 layers of width 512: 28.8M parameters, more than half of them in the embedding."""
+    dense = [(512, 512), (512,)]
+    norm = [(512,), (512,)]
+    layer = 4 * dense + norm + [(512, 2048), (2048,), (2048, 512), (512,)] + norm
+    embeddings = [(30522, 512), (512, 512), (2, 512), *norm]
+    return embeddings + 4 * layer + dense + dense + norm + [(30522,), (512, 2), (2,)]
+
+
+def resnet50():
+    """Shapes of ResNet-50: 25.6M parameters."""
+    return [tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables]
+
+
+SETS = {"bert-small": bert_small, "resnet50": resnet50}
+
+
+def set_devices(count):
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * count
+    )
+
+
+def make_strategy(count):
+    if count == 1:
+        return tf.distribute.get_strategy()
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(count)], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+
+
+def make_variables(strategy, shapes):
     with strategy.scope():
-        variables = [keras.Variable(np.full(shape, 0.1, "float32"), aggregation="mean") for shape in SHAPES]
-        gradients = [replicas.local_variable(shape, "float32", "gradient") for shape in SHAPES]
-        optimizer = make_optimizer()
+        return [keras.Variable(np.full(shape, 0.1, "float32"), aggregation="mean") for shape in shapes]
+
+
+def make_gradients(strategy, shapes):
+    """For each accumulation step a list of local variables with noise, another on each replica."""
+    steps = ACCUMULATION_STEPS if strategy.num_replicas_in_sync == 1 else 1
+    with strategy.scope():
+        gradients = [[replicas.local_variable(shape, "float32", "gradient") for shape in shapes] for _ in range(steps)]
+
+    def fill():
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        for seed, gradient in enumerate(variable for step in gradients for variable in step):
+            gradient.assign(tf.random.stateless_normal(gradient.shape, (replica, seed)))
+
+    tf.function(lambda: strategy.run(fill))()
+    return gradients
+
+
+def make_update(strategy, shapes, gradients, make_optimizer):
+    """A function without arguments that makes one whole update."""
+    variables = make_variables(strategy, shapes)
+    with strategy.scope():
+        optimizer = make_optimizer(**({"gradient_accumulation_steps": len(gradients)} if len(gradients) > 1 else {}))
         optimizer.build(variables)
 
-    @tf.function
-    def fill():
-        def on_replica():
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            for gradient in gradients:
-                gradient.assign(tf.random.stateless_normal(gradient.shape, (replica, 0)))
-
-        strategy.run(on_replica)
-
     def on_replica():
-        optimizer.apply_gradients(zip(map(tf.convert_to_tensor, gradients), variables, strict=True))
+        for step in gradients:
+            optimizer.apply_gradients(zip(map(tf.convert_to_tensor, step), variables, strict=True))
 
-    @tf.function
-    def step():
-        strategy.run(on_replica)
+    return tf.function(lambda: strategy.run(on_replica))
 
-    fill()
-    return step
+
+def seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def medians(functions, rounds):
+    """Milliseconds of each of a dict of functions, run in turn."""
+    times = [[seconds(function) for function in functions.values()] for _ in range(rounds)]
+    return dict(zip(functions, np.median(times, axis=0) * 1e3, strict=True))
+
+
+def benchmark_update(set_name, shapes, count, rounds):
+    strategy = make_strategy(count)
+    gradients = make_gradients(strategy, shapes)
+    rows = []
+    for group in GROUPS:
+        updates = {name: make_update(strategy, shapes, gradients, make) for name, make in group.items()}
+        first = {name: seconds(update) for name, update in updates.items()}
+        for update in updates.values():
+            update()
+        times = medians(updates, rounds)
+        stock = next(iter(group))
+        for name, ms in times.items():
+            row = {"set": set_name, "replicas": count, "optimizer": name, "ms": ms, "stock": stock}
+            row |= {"ratio": ms / times[stock], "first_call_s": first[name]}
+            rows.append(row)
+            print(f"| {set_name} | {count} | {name} | {ms:.0f} | {row['ratio']:.2f} | {first[name]:.1f} |", flush=True)
+        del updates, update
+        gc.collect()  # TensorFlow's functions and their variables hold each other.
+    return rows
+
+
+def benchmark_parts(set_name, shapes, count, rounds):
+    """The parts of VRLAMB's update, each a function of its own."""
+    if count == 1:
+        return []
+    strategy = make_strategy(count)
+    [gradients] = make_gradients(strategy, shapes)
+    columns = {name: make_variables(strategy, shapes) for name in ("w", "p", "m", "v", "mean", "variance")}
+    parameters = sum(int(np.prod(shape)) for shape in shapes)
+    step = {"learning_rate": tf.constant(1e-4), "step": tf.constant(3.0), "finite": tf.constant(True)}
+
+    def tensors(*names):
+        values = {name: [tf.convert_to_tensor(v) for v in column] for name, column in columns.items()}
+        values["gradient"] = [tf.convert_to_tensor(v) for v in gradients]
+        return [values[name] for name in names]
+
+    def once(function):
+        """`function` of all variables on one replica, since the replicas share their memory."""
+
+        def on_replica(*lists):
+            return replicas.once(lambda *lists: [function(*row) for row in zip(*lists, strict=True)], *lists)
+
+        return on_replica
+
+    def ratio(variance, mean):
+        r, defined = gsnr.gsnr(mean, variance, count)
+        return tf.reduce_max(gsnr.layer_ratio(r, defined, 0.1, 1.0))
+
+    def rule(w, mean, variance, p, m, v, step):
+        r, _ = gsnr.gsnr(mean, variance, count)
+        p = rules.moving_average(p, tf.clip_by_value(r, 0.1, 1.0), 0.9, step["finite"])
+        ghat = p * mean
+        w, m, v = rules.lamb(
+            w,
+            ghat,
+            ghat,
+            m,
+            v,
+            step["learning_rate"],
+            step["step"],
+            None,
+            step["finite"],
+            beta_1=0.9,
+            beta_2=0.999,
+            epsilon=1e-6,
+            adapt=True,
+        )
+        return w, p, m, v
+
+    # What runs, and the words of 4 bytes that it has to move for each parameter, all replicas together.
+    parts = {
+        "reduction of the gradients": (lambda: replicas.all_reduce_sum(*tensors("gradient")), count + 1),
+        "statistics": (
+            lambda: [
+                programs.call(gsnr.relative_variance, g, mean, None, replicas=count)
+                for g, mean in zip(*tensors("gradient", "mean"), strict=True)
+            ],
+            3 * count,
+        ),
+        "reduction of the variances": (lambda: replicas.all_reduce_sum(*tensors("gradient")), count + 1),
+        "finite check": (lambda: once(lambda mean: programs.call(rules.is_finite, mean))(*tensors("mean")), 1),
+        "mean GSNR of the layers": (
+            lambda: once(lambda *row: programs.call(ratio, *row))(*tensors("variance", "mean")),
+            2,
+        ),
+        "rule, norms and averages": (
+            lambda: once(lambda *row: programs.call(rule, *row, step))(
+                *tensors("w", "mean", "variance", "p", "m", "v")
+            ),
+            13,
+        ),
+        "assignment": (
+            lambda: replicas.assign(
+                [v for name in ("w", "p", "m", "v") for v in columns[name]],
+                [v for column in tensors("w", "p", "m", "v") for v in column],
+            ),
+            0,
+        ),
+        "a plain addition": (
+            lambda: once(lambda a, b: programs.call(tf.add, a, b))(*tensors("w", "mean")),
+            3,
+        ),
+    }
+
+    def only(part):
+        """The part in a step, with so much of its result that TensorFlow does not drop it."""
+
+        def on_replica():
+            results = tf.nest.flatten(part())
+            return [tf.reshape(result, (-1,))[:1] for result in results if result is not None]
+
+        return tf.function(lambda: strategy.run(on_replica))
+
+    functions = {name: only(part) for name, (part, _) in parts.items()}
+    functions["the whole update"] = make_update(strategy, shapes, [gradients], GROUPS[-1]["VRLAMB"])
+    for function in functions.values():
+        function()
+        function()
+    times = medians(functions, rounds)
+    speed = parts["a plain addition"][1] * 4 * parameters / times["a plain addition"]
+    rows = []
+    for name, time_ms in times.items():
+        words = parts[name][1] if name in parts else sum(words for _, words in parts.values()) - 3
+        least = words * 4 * parameters / speed
+        rows.append(
+            {"set": set_name, "replicas": count, "part": name, "ms": time_ms, "words": words, "least_ms": least}
+        )
+        print(f"| {set_name} | {count} | {name} | {time_ms:.1f} | {words} | {least:.1f} |", flush=True)
+    return rows
+
+
+def transformer():
+    """`(model, dataset)`: BERT-small that predicts 20 of 128 tokens."""
+    vocabulary, width, length, predicted = 30522, 512, 128, 20
+    tokens, positions = keras.Input((length,), dtype="int32"), keras.Input((predicted,), dtype="int32")
+    table = keras.layers.Embedding(vocabulary, width)
+    x = table(tokens) + keras.layers.Embedding(length, width)(keras.ops.arange(length))
+    for _ in range(4):
+        attention = keras.layers.MultiHeadAttention(8, width // 8)(x, x)
+        x = keras.layers.LayerNormalization()(x + attention)
+        hidden = keras.layers.Dense(4 * width, activation="gelu")(x)
+        x = keras.layers.LayerNormalization()(x + keras.layers.Dense(width)(hidden))
+    x = keras.ops.take_along_axis(x, positions[..., None], axis=1)
+    model = keras.Model((tokens, positions), keras.layers.Dense(vocabulary)(keras.layers.Dense(width)(x)))
+    rng = np.random.default_rng(0)
+    examples = 16
+    data = (
+        (
+            rng.integers(vocabulary, size=(examples, length), dtype="int32"),
+            np.sort(rng.permuted(np.tile(np.arange(length, dtype="int32"), (examples, 1)), axis=1)[:, :predicted]),
+        ),
+        rng.integers(vocabulary, size=(examples, predicted)),
+    )
+    return model, data
+
+
+def resnet():
+    """`(model, dataset)`: ResNet-50 on images of 64 x 64."""
+    rng = np.random.default_rng(0)
+    model = keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classifier_activation=None)
+    return model, (rng.normal(size=(32, 64, 64, 3)).astype("float32"), rng.integers(1000, size=32))
+
+
+FITS = [
+    ("ResNet-50, 32 images of 64 x 64", resnet, GROUPS[0], ("keras SGD(momentum)", "VRMomentum")),
+    ("ResNet-50, 32 images of 64 x 64", resnet, GROUPS[0], ("LARS", "VRLARS")),
+    ("BERT-small, 16 x 128 tokens", transformer, GROUPS[1], ("keras AdamW", "VRAdam")),
+    ("BERT-small, 16 x 128 tokens", transformer, GROUPS[2], ("LAMB", "VRLAMB")),
+]
+
+
+def make_fit_step(strategy, make_model, make_optimizer):
+    with strategy.scope():
+        model, data = make_model()
+        model.compile(
+            optimizer=make_optimizer(), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=[]
+        )
+    dataset = tf.data.Dataset.from_tensors(data).repeat()
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    model.make_train_function()
+    return lambda: model.train_function(iterator)
+
+
+def benchmark_fit(rounds, count=2):
+    strategy = make_strategy(count)
+    rows = []
+    for title, make_model, group, (plain, vr) in FITS:
+        steps = {name: make_fit_step(strategy, make_model, group[name]) for name in (plain, vr)}
+        for step in steps.values():
+            step()
+            step()
+        times = medians(steps, rounds)
+        del steps
+        gc.collect()
+        rows.append({"model": title, "plain": plain, "vr": vr, "ms": times, "ratio": times[vr] / times[plain]})
+        print(
+            f"| {title} | {plain} | {times[plain]:.0f} | {vr} | {times[vr]:.0f} | {rows[-1]['ratio']:.3f} |", flush=True
+        )
+    return rows
+
+
+def header(*columns):
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--what", default="update,parts,fit", help="of update, parts, fit")
+    parser.add_argument("--sets", default=",".join(SETS), help=f"sets of variables, of {', '.join(SETS)}")
+    parser.add_argument("--replicas", default="1,2,4,8", help="numbers of logical CPU devices")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", help="file to write the rows to")
     arguments = parser.parse_args()
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * arguments.replicas
-    )
-    strategy = tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(arguments.replicas)], cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
-    parameters = sum(int(np.prod(shape)) for shape in SHAPES)
-    print(f"{parameters / 1e6:.1f}M parameters in {len(SHAPES)} tensors, {arguments.replicas} replicas")
-    print(f"{'stock Keras':>14} {'ms':>7}   {'ours':<11} {'ms':>7} {'ratio':>6} {'first step, s':>14}")
-    for stock, make_stock, ours, make_ours in PAIRS:
-        steps = [make_step(strategy, make) for make in (make_stock, make_ours)]
-        first = []
-        for step in steps:
-            start = time.perf_counter()
-            step()
-            first.append(time.perf_counter() - start)
-        times = []
-        for _ in range(arguments.rounds):
-            row = []
-            for step in steps:
-                start = time.perf_counter()
-                step()
-                row.append(time.perf_counter() - start)
-            times.append(row)
-        a, b = np.median(times, axis=0) * 1e3
-        print(f"{stock:>14} {a:7.1f}   {ours:<11} {b:7.1f} {b / a:6.2f} {first[0]:6.1f} {first[1]:7.1f}", flush=True)
+    what, counts = arguments.what.split(","), [int(count) for count in arguments.replicas.split(",")]
+    set_devices(max(2, *counts))
+    print(f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {os.cpu_count()} cores")
+    sets = {name: SETS[name]() for name in arguments.sets.split(",")}
+    for name, shapes in sets.items():
+        print(f"{name}: {sum(int(np.prod(shape)) for shape in shapes) / 1e6:.1f}M parameters in {len(shapes)} tensors")
+    cases = [(name, shapes, count) for name, shapes in sets.items() for count in counts]
+    results = {}
+    if "update" in what:
+        header("set", "replicas", "optimizer", "ms", "ratio to stock", "first call, s")
+        results["update"] = [row for case in cases for row in benchmark_update(*case, arguments.rounds)]
+    if "parts" in what:
+        header("set", "replicas", "part of VRLAMB", "ms", "least words", "their time, ms")
+        results["parts"] = [row for case in cases for row in benchmark_parts(*case, arguments.rounds)]
+    if "fit" in what:
+        header("model", "plain", "ms", "VR", "ms", "ratio")
+        results["fit"] = benchmark_fit(arguments.rounds)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

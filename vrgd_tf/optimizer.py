@@ -169,8 +169,12 @@ class Optimizer(keras.optimizers.Optimizer):
                 # tf.train.Checkpoint restores variables as they are created, and fails with words of its own.
                 self._check_pending_states(variables)
                 raise
-        compiled = not replicas.is_tpu(strategy) if self.jit_compile_update == "auto" else self.jit_compile_update
-        self._call = programs.call if compiled else _call
+        self._compiled = self.jit_compile_update
+        if self._compiled == "auto":
+            self._compiled = not replicas.is_tpu(strategy)
+        self._call = programs.call if self._compiled else _call
+        # Replicas that share memory share the values of variables too.
+        self._in_place = self._compiled and not replicas.share_memory(strategy)
         self._warn_of_unmatched_patterns(variables)
         if self._pending_states:
             replicas.outside_steps(self._restore_pending_states)
@@ -304,40 +308,48 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def _accumulate(self, variables, samples):
         for variable, sample in zip(variables, samples, strict=True):
-            index = self._get_variable_index(variable)
-            columns = vars(self._accumulators).values()
-            for column, value in zip(columns, self._accumulated(index, sample), strict=False):
-                column[index].assign(value)
+            columns, values = self._accumulated(self._get_variable_index(variable), sample)
+            if not self._compiled:
+                for column, value in zip(columns, values, strict=True):
+                    column.assign(value)
 
     def _accumulated(self, index, sample):
-        """`(mean, squared deviations)` of a variable's samples on this replica with one more; see gsnr.accumulate."""
-        old = [tf.convert_to_tensor(column[index]) for column in vars(self._accumulators).values()]
-        mean, deviations = old if len(old) == 2 else (*old, None)
-        return self._call(gsnr.accumulate, sample, mean, deviations, self._accumulated_steps())
+        """A variable's accumulators, and their values with one more sample, which compiled ones have already."""
+        columns = [replicas.unwrap(column[index]) for column in vars(self._accumulators).values()]
+        if self._compiled:
+            programs.update(_accumulated, columns, sample, self._accumulated_steps())
+            return columns, [tf.convert_to_tensor(column) for column in columns]
+        old = [tf.convert_to_tensor(column) for column in columns]
+        return columns, _accumulated(old, sample, self._accumulated_steps())
 
     def _update(self, variables, samples, values_after):
         indices = [self._get_variable_index(variable) for variable in variables]
+        means, deviations = samples, [None] * len(samples)
         if self.gradient_accumulation_steps:
-            pairs = [self._accumulated(index, sample) for index, sample in zip(indices, samples, strict=True)]
-            means, deviations = zip(*pairs, strict=True)
-        else:
-            means, deviations = samples, [None] * len(samples)
+            statistics = [self._accumulated(*pair)[1] for pair in zip(indices, samples, strict=True)]
+            means, deviations = zip(*[(*row, None)[:2] for row in statistics], strict=True)
         gradients = replicas.all_reduce_sum(list(means))
         variances = self._variances(variables, means, gradients, deviations)
         step = self._step(gradients, skip=self.skip_nonfinite or values_after is not None)
-        slots = [
-            {name: slot[index] for name, slot in vars(self._slots).items() if slot[index] is not None}
-            for index in indices
-        ]
-        tensors = [tf.convert_to_tensor(variable) for variable in variables]
-        slot_tensors = [{name: tf.convert_to_tensor(slot) for name, slot in row.items()} for row in slots]
-        new_values = replicas.once(
-            functools.partial(self._new_values_of, variables), tensors, gradients, variances, slot_tensors, step
+        hyper = self._hyperparameters()
+        updates = []
+        for variable, index, *tensors in zip(variables, indices, gradients, variances, strict=True):
+            slots = {name: column[index] for name, column in vars(self._slots).items() if column[index] is not None}
+            static = dict(hyper=hyper, decays=self._decays(variable), adapts=self._adapts(variable))
+            # A constraint is the user's code, which XLA may not be able to compile.
+            static["constraint"] = getattr(variable, "constraint", None)
+            targets = tf.nest.map_structure(replicas.unwrap, (variable, slots))
+            if self._in_place and static["constraint"] is None:
+                programs.update(self._new_values, targets, *tensors, step, **static)
+            else:
+                updates.append((targets, tensors, static))
+        targets = tf.nest.flatten([row[0] for row in updates])
+        values = replicas.once(
+            functools.partial(self._new_values_of_all, [static for *_, static in updates]),
+            tf.nest.map_structure(tf.convert_to_tensor, [targets for targets, *_ in updates]),
+            [tensors for _, tensors, _ in updates],
+            step,
         )
-        targets, values = [], []
-        for variable, row, (new_variable, new_slots) in zip(variables, slots, new_values, strict=True):
-            targets += [variable, *row.values()]
-            values += [new_variable, *(new_slots[name] for name in row)]
         if step.finite is not None:
             targets.append(self._skipped_updates)
             values.append(self.skipped_updates + tf.cast(tf.logical_not(step.finite), tf.int64))
@@ -394,8 +406,9 @@ class Optimizer(keras.optimizers.Optimizer):
         return finite, gradient_scale
 
     @classmethod
-    def _new_values(cls, variable, gradient, variance, slots, step, *, hyper, decays, adapts, constraint):
+    def _new_values(cls, values, gradient, variance, step, *, hyper, decays, adapts, constraint):
         """The new values of one variable and of its slots: all arithmetic of an update after the reductions."""
+        variable, slots = values
         dtype = gradient.dtype
         step = step.cast(dtype)
         old = tf.cast(variable, dtype)
@@ -413,25 +426,12 @@ class Optimizer(keras.optimizers.Optimizer):
             new = constraint(new)
         return rules.where_finite(step.finite, new, variable), {name: new_slots[name] for name in slots}
 
-    def _new_values_of(self, variables, values, gradients, variances, slots, step):
-        """List of `(variable, slots)`, the new values of each of `variables`."""
-        hyper = self._hyperparameters()
+    def _new_values_of_all(self, statics, values, tensors, step):
+        """The new values of many variables, in one list."""
         results = []
-        for variable, *tensors in zip(variables, values, gradients, variances, slots, strict=True):
-            # A constraint is the user's code, which XLA may not be able to compile.
-            constraint = getattr(variable, "constraint", None)
-            call = self._call if constraint is None else _call
-            results.append(
-                call(
-                    self._new_values,
-                    *tensors,
-                    step,
-                    hyper=hyper,
-                    decays=self._decays(variable),
-                    adapts=self._adapts(variable),
-                    constraint=constraint,
-                )
-            )
+        for static, old, row in zip(statics, values, tensors, strict=True):
+            call = self._call if static["constraint"] is None else _call
+            results += tf.nest.flatten(call(self._new_values, old, *row, step, **static))
         return results
 
     @staticmethod
@@ -781,6 +781,12 @@ class LayerAdaptiveOptimizer(Optimizer):
 def _call(function, *args, **static):
     """The same as `programs.call`, one operation after the other."""
     return function(*args, **static)
+
+
+def _accumulated(statistics, sample, count):
+    """`gsnr.accumulate` for a list of the mean, or of the mean and the squared deviations."""
+    mean, deviations = (*statistics, None)[:2]
+    return list(gsnr.accumulate(sample, mean, deviations, count))[: len(statistics)]
 
 
 def _unscaled(gradient, loss_scale, *, dtype):

@@ -23,30 +23,58 @@ def call(function, *args, **static):
         *args: structures of tensors, with None where an argument is not in use.
         **static: hashable Python values that the program is made for.
     """
-    leaves = tf.nest.flatten(args)
-    specs = [leaf if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
-    structure = tf.nest.pack_sequence_as(args, specs)
+    return _run(function, (), args, static)
+
+
+def update(function, variables, *args, **static):
+    """Gives `variables` the values `function(values, *args, **static)`, compiled, in the memory that they have.
+
+    Args:
+        function: as for `call`. It takes the values of `variables`, and returns new ones in the same structure.
+        variables: structure of TensorFlow variables. In a replica, distributed ones stand for those of that replica.
+        *args, **static: as for `call`.
+    """
+    _run(function, variables, args, static)
+
+
+def _run(function, variables, args, static):
+    targets, tensors = tf.nest.flatten(variables), tf.nest.flatten(args)
+    specs = [x if x is None else tf.TensorSpec(x.shape, x.dtype) for x in [*targets, *tensors]]
+    structure = tf.nest.pack_sequence_as((variables, args), specs)
     key = (function, repr(structure), tuple(sorted(static.items())))
     if key not in _programs:
-        _programs[key] = _trace(function, structure, specs, static)
-    return _programs[key](*[leaf for leaf in leaves if leaf is not None])
+        _programs[key] = _trace(function, structure, static)
+    return _programs[key](*[target.handle for target in targets], *[x for x in tensors if x is not None])
 
 
-def _trace(function, structure, specs, static):
-    def program(*tensors):
-        values = iter(tensors)
-        leaves = [spec if spec is None else next(values) for spec in specs]
-        return function(*tf.nest.pack_sequence_as(structure, leaves), **static)
+def _trace(function, structure, static):
+    targets, tensors = (tf.nest.flatten(part) for part in structure)
 
+    def program(*inputs):
+        handles, values = inputs[: len(targets)], iter(inputs[len(targets) :])
+        old = [_read(*pair) for pair in zip(handles, targets, strict=True)]
+        leaves = [*old, *(spec if spec is None else next(values) for spec in tensors)]
+        old, args = tf.nest.pack_sequence_as(structure, leaves)
+        if not targets:
+            return function(*args, **static)
+        new = function(old, *args, **static)
+        tf.nest.assert_same_structure(old, new)
+        for handle, value in zip(handles, tf.nest.flatten(new), strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+    specs = [*(tf.TensorSpec((), tf.resource) for _ in targets), *(spec for spec in tensors if spec is not None)]
     # Out of the step that is being traced: the program belongs to no device and to no replica.
     with tf.init_scope():
         _state.tracing = True
         try:
-            return tf.function(program, jit_compile=True, autograph=False).get_concrete_function(
-                *[spec for spec in specs if spec is not None]
-            )
+            return tf.function(program, jit_compile=True, autograph=False).get_concrete_function(*specs)
         finally:
             _state.tracing = False
+
+
+def _read(handle, spec):
+    # Handles, and not variables: a variable that a function takes is the same one for all that share its trace.
+    return tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype), spec.shape)
 
 
 def total(x):

@@ -205,7 +205,7 @@ def once(function, *args):
     a structure of tensors; it may run in cross-replica context.
     """
     strategy = tf.distribute.get_strategy()
-    if not _shares_memory(strategy):
+    if not share_memory(strategy):
         return function(*args)
 
     def merged(strategy, *args):
@@ -215,7 +215,8 @@ def once(function, *args):
     return tf.distribute.get_replica_context().merge_call(merged, args=args)
 
 
-def _shares_memory(strategy):
+def share_memory(strategy):
+    """Whether all replicas of `strategy` are CPUs of this process."""
     if strategy.num_replicas_in_sync == 1 or tf.__internal__.distribute.strategy_supports_no_merge_call():
         return False
     devices = [tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices]

@@ -39,6 +39,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", default="bert-small", help=f"of {', '.join(update_step.SETS)}")
     parser.add_argument("--replicas", type=int, default=2, help="number of logical CPU devices")
+    parser.add_argument("--optimizers", help="of the table; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     update_step.set_devices(arguments.replicas)
@@ -49,6 +50,8 @@ def main():
         parameters = sum(int(np.prod(shape)) for shape in shapes)
         gradients = update_step.make_gradients(strategy, shapes)
         for name, make_optimizer in (item for group in update_step.GROUPS for item in group.items()):
+            if arguments.optimizers and name not in arguments.optimizers.split(","):
+                continue
             update = update_step.make_update(strategy, shapes, gradients, make_optimizer)
             update()
             update()

@@ -728,13 +728,13 @@ class VROptimizer(Optimizer):
 
     def _variances(self, variables, means, gradients, deviations):
         used = [i for i, variable in enumerate(variables) if self._uses_gsnr(variable)]
-        dtype = None if self.variance_dtype == "float32" else self.variance_dtype
         variances = replicas.variance_of_samples(
             [means[i] for i in used],
             [gradients[i] for i in used],
             [deviations[i] for i in used],
             self.gradient_accumulation_steps or 1,
-            functools.partial(self._call, gsnr.relative_variance, dtype=dtype),
+            None if self.variance_dtype == "float32" else self.variance_dtype,
+            self._call,
         )
         found = dict(zip(used, variances, strict=True))
         return [found.get(i) for i in range(len(variables))]

@@ -176,7 +176,7 @@ def build_once(is_built, build):
     tf.distribute.get_replica_context().merge_call(lambda strategy: None if is_built() else build())
 
 
-def variance_of_samples(replica_means, gradients, squared_deviations, steps, relative_variance=gsnr.relative_variance):
+def variance_of_samples(replica_means, gradients, squared_deviations, steps, dtype=None, call=None):
     """Relative variances of the samples of all replicas.
 
     Args:
@@ -185,17 +185,40 @@ def variance_of_samples(replica_means, gradients, squared_deviations, steps, rel
             number of replicas make them mean gradients.
         squared_deviations: list as long, of tensors or None; see `gsnr.accumulate`.
         steps: int, samples of one replica.
-        relative_variance: `gsnr.relative_variance`, or the same compiled.
+        dtype: the dtype in which the variances travel between replicas; None for their own.
+        call: what calls a pure function, such as `programs.call`; None to call it as it is.
 
     Returns:
-        List of tensors of the shapes of `gradients` and the dtype of `relative_variance`, the same on every replica.
+        List of tensors of the shapes of `gradients`, the same on every replica, of `dtype` where they travelled.
     """
-    return all_reduce_sum(
-        [
-            relative_variance(mean, gradient, deviations, replicas=replica_count(), steps=steps)
-            for mean, gradient, deviations in zip(replica_means, gradients, squared_deviations, strict=True)
-        ]
-    )
+    strategy = tf.distribute.get_strategy()
+    static = dict(replicas=strategy.num_replicas_in_sync, steps=steps)
+    call = call or (lambda function, *args, **static: function(*args, **static))
+    if not share_memory(strategy):
+        return all_reduce_sum(
+            [
+                call(gsnr.relative_variance, *row, dtype=dtype, **static)
+                for row in zip(replica_means, gradients, squared_deviations, strict=True)
+            ]
+        )
+
+    def merged(strategy, *lists):
+        rows = [[_on_each(strategy, x) for x in row] for row in zip(*lists, strict=True)]
+        with tf.device(strategy.extended.worker_devices[0]):
+            return [call(_sum_of_shares, means, equal[0], others, **static) for means, equal, others in rows]
+
+    return tf.distribute.get_replica_context().merge_call(merged, args=(replica_means, gradients, squared_deviations))
+
+
+def _on_each(strategy, value):
+    """The value on each replica: a list."""
+    values = strategy.experimental_local_results(value)
+    # TensorFlow makes one of what is the same object on all.
+    return list(values) * (strategy.num_replicas_in_sync // len(values))
+
+
+def _sum_of_shares(means, gradient, deviations, **static):
+    return tf.add_n([gsnr.relative_variance(m, gradient, d, **static) for m, d in zip(means, deviations, strict=True)])
 
 
 def once(function, *args):
@@ -210,7 +233,7 @@ def once(function, *args):
 
     def merged(strategy, *args):
         with tf.device(strategy.extended.worker_devices[0]):
-            return function(*tf.nest.map_structure(lambda x: strategy.experimental_local_results(x)[0], args))
+            return function(*tf.nest.map_structure(lambda x: _on_each(strategy, x)[0], args))
 
     return tf.distribute.get_replica_context().merge_call(merged, args=args)
 

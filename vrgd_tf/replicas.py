@@ -121,6 +121,8 @@ def all_reduce_sum(tensors):
     """The sums of the replicas' `tensors`, a list as long, on every replica."""
     if not tensors:
         return []
+    # What is read from a variable inside a conditional has no device, which TensorFlow takes for the destination.
+    tensors = [tf.identity(tensor) for tensor in tensors]
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
 

@@ -16,8 +16,8 @@ is the same for all; on other devices each computes it.
 """
 
 import argparse
-import gc
 import json
+import multiprocessing
 import os
 import time
 
@@ -132,32 +132,31 @@ def medians(functions, rounds):
     return dict(zip(functions, np.median(times, axis=0) * 1e3, strict=True))
 
 
-def benchmark_update(set_name, shapes, count, rounds):
-    strategy = make_strategy(count)
+def benchmark_update(set_name, count, rounds, group):
+    set_devices(count)
+    strategy, shapes, group = make_strategy(count), SETS[set_name](), GROUPS[group]
     gradients = make_gradients(strategy, shapes)
+    updates = {name: make_update(strategy, shapes, gradients, make) for name, make in group.items()}
+    first = {name: seconds(update) for name, update in updates.items()}
+    for update in updates.values():
+        update()
+    times = medians(updates, rounds)
+    stock = next(iter(group))
     rows = []
-    for group in GROUPS:
-        updates = {name: make_update(strategy, shapes, gradients, make) for name, make in group.items()}
-        first = {name: seconds(update) for name, update in updates.items()}
-        for update in updates.values():
-            update()
-        times = medians(updates, rounds)
-        stock = next(iter(group))
-        for name, ms in times.items():
-            row = {"set": set_name, "replicas": count, "optimizer": name, "ms": ms, "stock": stock}
-            row |= {"ratio": ms / times[stock], "first_call_s": first[name]}
-            rows.append(row)
-            print(f"| {set_name} | {count} | {name} | {ms:.0f} | {row['ratio']:.2f} | {first[name]:.1f} |", flush=True)
-        del updates, update
-        gc.collect()  # TensorFlow's functions and their variables hold each other.
+    for name, ms in times.items():
+        row = {"set": set_name, "replicas": count, "optimizer": name, "ms": ms, "stock": stock}
+        row |= {"ratio": ms / times[stock], "first_call_s": first[name]}
+        rows.append(row)
+        print(f"| {set_name} | {count} | {name} | {ms:.0f} | {row['ratio']:.2f} | {first[name]:.1f} |", flush=True)
     return rows
 
 
-def benchmark_parts(set_name, shapes, count, rounds):
+def benchmark_parts(set_name, count, rounds):
     """The parts of VRLAMB's update, each a function of its own."""
     if count == 1:
         return []
-    strategy = make_strategy(count)
+    set_devices(count)
+    strategy, shapes = make_strategy(count), SETS[set_name]()
     [gradients] = make_gradients(strategy, shapes)
     columns = {name: make_variables(strategy, shapes) for name in ("w", "p", "m", "v", "mean", "variance")}
     parameters = sum(int(np.prod(shape)) for shape in shapes)
@@ -315,22 +314,24 @@ def make_fit_step(strategy, make_model, make_optimizer):
     return lambda: model.train_function(iterator)
 
 
-def benchmark_fit(rounds, count=2):
+def benchmark_fit(rounds, case, count=2):
+    set_devices(count)
     strategy = make_strategy(count)
-    rows = []
-    for title, make_model, group, (plain, vr) in FITS:
-        steps = {name: make_fit_step(strategy, make_model, group[name]) for name in (plain, vr)}
-        for step in steps.values():
-            step()
-            step()
-        times = medians(steps, rounds)
-        del steps
-        gc.collect()
-        rows.append({"model": title, "plain": plain, "vr": vr, "ms": times, "ratio": times[vr] / times[plain]})
-        print(
-            f"| {title} | {plain} | {times[plain]:.0f} | {vr} | {times[vr]:.0f} | {rows[-1]['ratio']:.3f} |", flush=True
-        )
-    return rows
+    title, make_model, group, (plain, vr) = FITS[case]
+    steps = {name: make_fit_step(strategy, make_model, group[name]) for name in (plain, vr)}
+    for step in steps.values():
+        step()
+        step()
+    times = medians(steps, rounds)
+    ratio = times[vr] / times[plain]
+    print(f"| {title} | {plain} | {times[plain]:.0f} | {vr} | {times[vr]:.0f} | {ratio:.3f} |", flush=True)
+    return [{"model": title, "plain": plain, "vr": vr, "ms": times, "ratio": ratio}]
+
+
+def run(function, cases):
+    """The rows of all cases, each in a process of its own, since TensorFlow keeps the memory of one for the next."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return [row for case in cases for row in pool.apply(function, case)]
 
 
 def header(*columns):
@@ -346,22 +347,18 @@ def main():
     parser.add_argument("--json", help="file to write the rows to")
     arguments = parser.parse_args()
     what, counts = arguments.what.split(","), [int(count) for count in arguments.replicas.split(",")]
-    set_devices(max(2, *counts))
     print(f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {os.cpu_count()} cores")
-    sets = {name: SETS[name]() for name in arguments.sets.split(",")}
-    for name, shapes in sets.items():
-        print(f"{name}: {sum(int(np.prod(shape)) for shape in shapes) / 1e6:.1f}M parameters in {len(shapes)} tensors")
-    cases = [(name, shapes, count) for name, shapes in sets.items() for count in counts]
+    cases = [(name, count, arguments.rounds) for name in arguments.sets.split(",") for count in counts]
     results = {}
     if "update" in what:
         header("set", "replicas", "optimizer", "ms", "ratio to stock", "first call, s")
-        results["update"] = [row for case in cases for row in benchmark_update(*case, arguments.rounds)]
+        results["update"] = run(benchmark_update, [(*case, i) for case in cases for i in range(len(GROUPS))])
     if "parts" in what:
         header("set", "replicas", "part of VRLAMB", "ms", "least words", "their time, ms")
-        results["parts"] = [row for case in cases for row in benchmark_parts(*case, arguments.rounds)]
+        results["parts"] = run(benchmark_parts, cases)
     if "fit" in what:
         header("model", "plain", "ms", "VR", "ms", "ratio")
-        results["fit"] = benchmark_fit(arguments.rounds)
+        results["fit"] = run(benchmark_fit, [(arguments.rounds, i) for i in range(len(FITS))])
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(results, file, indent=1)

@@ -10,7 +10,7 @@ from vrgd_tf import programs, rules
 @pytest.fixture(params=["compiled", "one operation after the other"])
 def call(request):
     """How the optimizers call a function of this module."""
-    return programs.call if request.param == "compiled" else lambda function, *args: function(*args)
+    return programs.call if request.param == "compiled" else programs.call_uncompiled
 
 
 # Sizes that the compiled reductions divide, and that they do not.

@@ -172,7 +172,7 @@ class Optimizer(keras.optimizers.Optimizer):
         self._compiled = self.jit_compile_update
         if self._compiled == "auto":
             self._compiled = not replicas.is_tpu(strategy)
-        self._call = programs.call if self._compiled else _call
+        self._call = programs.call if self._compiled else programs.call_uncompiled
         # Replicas that share memory share the values of variables too.
         self._in_place = self._compiled and not replicas.share_memory(strategy)
         self._warn_of_unmatched_patterns(variables)
@@ -430,7 +430,7 @@ class Optimizer(keras.optimizers.Optimizer):
         """The new values of many variables, in one list."""
         results = []
         for static, old, row in zip(statics, values, tensors, strict=True):
-            call = self._call if static["constraint"] is None else _call
+            call = self._call if static["constraint"] is None else programs.call_uncompiled
             results += tf.nest.flatten(call(self._new_values, old, *row, step, **static))
         return results
 
@@ -776,11 +776,6 @@ class LayerAdaptiveOptimizer(Optimizer):
 
     def _exclusions(self):
         return super()._exclusions() | {"exclude_from_layer_adaptation": self.exclude_from_layer_adaptation}
-
-
-def _call(function, *args, **static):
-    """The same as `programs.call`, one operation after the other."""
-    return function(*args, **static)
 
 
 def _accumulated(statistics, sample, count):

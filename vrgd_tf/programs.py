@@ -26,6 +26,11 @@ def call(function, *args, **static):
     return _run(function, (), args, static)
 
 
+def call_uncompiled(function, *args, **static):
+    """The same as `call`, one operation after the other."""
+    return function(*args, **static)
+
+
 def update(function, variables, *args, **static):
     """Gives `variables` the values `function(values, *args, **static)`, compiled, in the memory that they have.
 

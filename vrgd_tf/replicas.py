@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from vrgd_tf import gsnr
+from vrgd_tf import gsnr, programs
 
 _SYNCHRONOUS = "TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, or no strategy at all"
 _ASYNCHRONOUS = (tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy)
@@ -178,7 +178,7 @@ def build_once(is_built, build):
     tf.distribute.get_replica_context().merge_call(lambda strategy: None if is_built() else build())
 
 
-def variance_of_samples(replica_means, gradients, squared_deviations, steps, dtype=None, call=None):
+def variance_of_samples(replica_means, gradients, squared_deviations, steps, dtype=None, call=programs.call_uncompiled):
     """Relative variances of the samples of all replicas.
 
     Args:
@@ -188,14 +188,13 @@ def variance_of_samples(replica_means, gradients, squared_deviations, steps, dty
         squared_deviations: list as long, of tensors or None; see `gsnr.accumulate`.
         steps: int, samples of one replica.
         dtype: the dtype in which the variances travel between replicas; None for their own.
-        call: what calls a pure function, such as `programs.call`; None to call it as it is.
+        call: what calls a pure function: `programs.call` or `programs.call_uncompiled`.
 
     Returns:
         List of tensors of the shapes of `gradients`, the same on every replica, of `dtype` where they travelled.
     """
     strategy = tf.distribute.get_strategy()
     static = dict(replicas=strategy.num_replicas_in_sync, steps=steps)
-    call = call or (lambda function, *args, **static: function(*args, **static))
     if not share_memory(strategy):
         return all_reduce_sum(
             [

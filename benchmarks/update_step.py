@@ -296,6 +296,7 @@ FITS = [
     ("ResNet-50, 16 images of 224 x 224", resnet, GROUPS[0], ("keras SGD(momentum)", "VRMomentum")),
     ("ResNet-50, 16 images of 224 x 224", resnet, GROUPS[0], ("LARS", "VRLARS")),
     ("BERT-small, 32 x 128 tokens", transformer, GROUPS[1], ("keras AdamW", "VRAdam")),
+    ("BERT-small, 32 x 128 tokens", transformer, GROUPS[2], ("keras Lamb", "VRLAMB")),
     ("BERT-small, 32 x 128 tokens", transformer, GROUPS[2], ("LAMB", "VRLAMB")),
 ]
 

@@ -182,7 +182,7 @@ def test_gradients_that_do_not_fit_the_variables():
     with pytest.raises(ValueError, match="1 gradients for 2 variables"):
         optimizer.apply([tf.ones(3)], variables)
     optimizer.build(variables)
-    with pytest.raises(ValueError, match="Unknown variable"):
+    with pytest.raises(ValueError, match="Unknown variables: "):
         optimizer.apply([tf.ones(3)], harness.make_variables([np.ones(3)]))
     with pytest.raises(ValueError, match="No gradients"):
         optimizer.apply([None, None], variables)

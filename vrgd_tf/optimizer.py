@@ -5,9 +5,9 @@
 
 Private names of Keras in use, all of them the same from Keras 3.10 to 3.15:
 
-- `_filter_empty_gradients`, `_check_variables_are_known`, `_overwrite_variables_directly_with_gradients`: the parts of
-  `Optimizer.apply` that are kept. The rest of it is replaced: it divides by the loss scale before sparse gradients are
-  summed, and applies constraints with an all-reduce of the weights, in accumulation steps too.
+- `_filter_empty_gradients`, `_overwrite_variables_directly_with_gradients`: the parts of `Optimizer.apply` that are
+  kept. The rest of it is replaced: it divides by the loss scale before sparse gradients are summed, and applies
+  constraints with an all-reduce of the weights, in accumulation steps too.
 - `_iterations`, `_learning_rate`, `Variable._initialize`, `_distribution_strategy`: an optimizer made outside the
   strategy that holds the model moves into it.
 - `_get_current_learning_rate`: schedules count updates, not accumulation steps.
@@ -131,7 +131,10 @@ class Optimizer(keras.optimizers.Optimizer):
     @property
     def iterations(self):
         """How many updates there were, skipped ones included: an int64 scalar tensor."""
-        return tf.convert_to_tensor(self._iterations) // (self.gradient_accumulation_steps or 1)
+        iterations = tf.convert_to_tensor(self._iterations)
+        steps = self.gradient_accumulation_steps
+        # A division of 64 bits is hundreds of operations on a TPU.
+        return iterations // steps if steps else iterations
 
     @property
     def skipped_updates(self):
@@ -175,6 +178,7 @@ class Optimizer(keras.optimizers.Optimizer):
         self._call = programs.call if self._compiled else programs.call_uncompiled
         # Replicas that share memory share the values of variables too.
         self._in_place = self._compiled and not replicas.share_memory(strategy)
+        self._in_turn = replicas.is_tpu(strategy)
         self._warn_of_unmatched_patterns(variables)
         if self._pending_states:
             replicas.outside_steps(self._restore_pending_states)
@@ -289,7 +293,14 @@ class Optimizer(keras.optimizers.Optimizer):
                 f"{len(grads)} gradients for {len(trainable_variables)} variables."
             )
         replicas.build_once(lambda: self.built, lambda: self.build(trainable_variables))
-        self._check_variables_are_known(trainable_variables)
+        known = {id(variable) for variable in self._trainable_variables}
+        unknown = [_path(variable) for variable in trainable_variables if id(variable) not in known]
+        if unknown:
+            raise ValueError(
+                f"Unknown variables: {', '.join(unknown)}. {self.name} was built for "
+                f"{', '.join(_path(variable) for variable in self._trainable_variables)}. Make a new optimizer for "
+                "others, or build it with all variables that it will ever train."
+            )
         return trainable_variables
 
     def _check_samples(self):
@@ -328,40 +339,99 @@ class Optimizer(keras.optimizers.Optimizer):
         if self.gradient_accumulation_steps:
             statistics = [self._accumulated(*pair)[1] for pair in zip(indices, samples, strict=True)]
             means, deviations = zip(*[(*row, None)[:2] for row in statistics], strict=True)
-        gradients = replicas.all_reduce_sum(list(means))
-        variances = self._variances(variables, means, gradients, deviations)
-        step = self._step(gradients, skip=self.skip_nonfinite or values_after is not None)
-        hyper = self._hyperparameters()
-        updates = []
-        for variable, index, *tensors in zip(variables, indices, gradients, variances, strict=True):
-            slots = {name: column[index] for name, column in vars(self._slots).items() if column[index] is not None}
-            static = dict(hyper=hyper, decays=self._decays(variable), adapts=self._adapts(variable))
-            # A constraint is the user's code, which XLA may not be able to compile.
-            static["constraint"] = getattr(variable, "constraint", None)
-            targets = tf.nest.map_structure(replicas.unwrap, (variable, slots))
-            if self._in_place and static["constraint"] is None:
-                programs.update(self._new_values, targets, *tensors, step, **static)
-            else:
-                updates.append((targets, tensors, static))
-        targets = tf.nest.flatten([row[0] for row in updates])
-        values = replicas.once(
-            functools.partial(self._new_values_of_all, [static for *_, static in updates]),
-            tf.nest.map_structure(tf.convert_to_tensor, [targets for targets, *_ in updates]),
-            [tensors for _, tensors, _ in updates],
-            step,
+        reduction = dict(
+            steps=self.gradient_accumulation_steps or 1,
+            dtype=self._variance_dtype(),
+            used=[self._uses_gsnr(variable) for variable in variables],
+            call=self._call,
         )
-        if step.finite is not None:
+        updates = [self._targets_of(*pair) for pair in zip(variables, indices, strict=True)]
+        update = self._update_in_turn if self._in_turn else self._update_together
+        skip = self.skip_nonfinite or values_after is not None
+        finite, targets, values = update(updates, list(means), list(deviations), skip, reduction)
+        if finite is not None:
             targets.append(self._skipped_updates)
-            values.append(self.skipped_updates + tf.cast(tf.logical_not(step.finite), tf.int64))
+            values.append(self.skipped_updates + tf.cast(tf.logical_not(finite), tf.int64))
         if values_after is not None:
-            more_targets, more_values = values_after(step.finite)
+            more_targets, more_values = values_after(finite)
             targets += more_targets
             values += more_values
         replicas.assign(targets, values)
 
-    def _variances(self, variables, means, gradients, deviations):
-        """The relative variance of each variable's samples, None where it is not wanted."""
-        return [None] * len(variables)
+    def _targets_of(self, variable, index):
+        """What an update of a variable writes, and the Python values that it depends on."""
+        slots = {name: column[index] for name, column in vars(self._slots).items() if column[index] is not None}
+        static = dict(hyper=self._hyperparameters(), decays=self._decays(variable), adapts=self._adapts(variable))
+        # A constraint is the user's code, which XLA may not be able to compile.
+        static["constraint"] = getattr(variable, "constraint", None)
+        return tf.nest.map_structure(replicas.unwrap, (variable, slots)), static
+
+    def _update_together(self, updates, means, deviations, skip, reduction):
+        """Sums all, then updates all.
+
+        Returns:
+            `(finite, targets, values)`: whether all gradients are finite, None where `skip` is False, and what is not
+            written yet.
+        """
+        gradients = replicas.all_reduce_sum(means)
+        variances = replicas.variance_of_samples(means, gradients, deviations, **reduction)
+        step = self._step(
+            *replicas.once(lambda *x: (self._finite(x) if skip else None, self._gradient_scale(x)), *gradients)
+        )
+        left = []
+        for (targets, static), *tensors in zip(updates, gradients, variances, strict=True):
+            if self._in_place and static["constraint"] is None:
+                programs.update(self._new_values, targets, *tensors, step, **static)
+            else:
+                left.append((targets, tensors, static))
+        targets = [targets for targets, *_ in left]
+        values = replicas.once(
+            functools.partial(self._new_values_of_all, [static for *_, static in left]),
+            tf.nest.map_structure(tf.convert_to_tensor, targets),
+            [tensors for _, tensors, _ in left],
+            step,
+        )
+        return step.finite, tf.nest.flatten(targets), values
+
+    def _update_in_turn(self, updates, means, deviations, skip, reduction):
+        """The same in the order that suits a TPU."""
+        finite = None
+        if skip:
+            # The sums would tell it too, but then all of them had to be there before the first update.
+            count = self.samples() // reduction["steps"]
+            finite = replicas.all_true(self._finite([mean * count for mean in means]))
+        targets = [targets for targets, _ in updates]
+
+        def new_values(i, gradient, variance, step):
+            old = tf.nest.map_structure(tf.convert_to_tensor, [targets[i]])
+            with programs.within_tpu_program():
+                return self._new_values_of_all([updates[i][1]], old, [(gradient, variance)], step)
+
+        step = self._step(finite, None)
+        if self.global_clipnorm is None:
+            values, step = replicas.reduce_in_turn(means, deviations, new_values, step, **reduction)
+        else:
+            reduced, step = replicas.reduce_in_turn(means, deviations, lambda i, *row: row[:2], step, **reduction)
+            step = step._replace(gradient_scale=self._gradient_scale([gradient for gradient, _ in reduced]))
+            values = [new_values(i, *row, step) for i, row in enumerate(reduced)]
+        return step.finite, tf.nest.flatten(targets), tf.nest.flatten(values)
+
+    def _uses_gsnr(self, variable):
+        return False
+
+    def _variance_dtype(self):
+        """The dtype in which variances travel; None for their own."""
+        return None
+
+    def _finite(self, tensors):
+        return tf.reduce_all([self._call(rules.is_finite, tensor) for tensor in tensors])
+
+    def _gradient_scale(self, gradients):
+        if self.global_clipnorm is None:
+            return None
+        norms = [tf.cast(self._call(rules.norm_of_any_scale, gradient), tf.float32) for gradient in gradients]
+        norm = rules.norm_of_any_scale(tf.stack(norms))
+        return self.global_clipnorm / tf.maximum(norm, self.global_clipnorm)
 
     def _configured(self):
         return {
@@ -377,9 +447,8 @@ class Optimizer(keras.optimizers.Optimizer):
         """The ratio that scales a gradient, None for 1, and the new values of the slots that it keeps."""
         return None, {}
 
-    def _step(self, gradients, skip):
+    def _step(self, finite, gradient_scale):
         iterations = self.iterations
-        finite, gradient_scale = replicas.once(lambda *gradients: self._check_and_clip(gradients, skip), *gradients)
         return Step(
             learning_rate=tf.convert_to_tensor(self.learning_rate),
             number=iterations + 1 - self.skipped_updates,
@@ -392,18 +461,6 @@ class Optimizer(keras.optimizers.Optimizer):
                 else None
             ),
         )
-
-    def _check_and_clip(self, gradients, skip):
-        """Whether all gradients are finite, and what `global_clipnorm` scales them by; None for what is not in use."""
-        finite = gradient_scale = None
-        if skip:
-            finite = tf.reduce_all([self._call(rules.is_finite, gradient) for gradient in gradients])
-        if self.global_clipnorm is not None:
-            norms = [tf.cast(self._call(rules.norm_of_any_scale, gradient), tf.float32) for gradient in gradients]
-            gradient_scale = self.global_clipnorm / tf.maximum(
-                rules.norm_of_any_scale(tf.stack(norms)), self.global_clipnorm
-            )
-        return finite, gradient_scale
 
     @classmethod
     def _new_values(cls, values, gradient, variance, step, *, hyper, decays, adapts, constraint):
@@ -726,18 +783,8 @@ class VROptimizer(Optimizer):
     def _uses_gsnr(self, variable):
         return not _matches(self.exclude_from_gsnr, variable)
 
-    def _variances(self, variables, means, gradients, deviations):
-        used = [i for i, variable in enumerate(variables) if self._uses_gsnr(variable)]
-        variances = replicas.variance_of_samples(
-            [means[i] for i in used],
-            [gradients[i] for i in used],
-            [deviations[i] for i in used],
-            self.gradient_accumulation_steps or 1,
-            None if self.variance_dtype == "float32" else self.variance_dtype,
-            self._call,
-        )
-        found = dict(zip(used, variances, strict=True))
-        return [found.get(i) for i in range(len(variables))]
+    def _variance_dtype(self):
+        return None if self.variance_dtype == "float32" else self.variance_dtype
 
     @classmethod
     def _ratio(cls, hyper, gradient, variance, slots, step):

@@ -5,14 +5,18 @@ comes from. Were each optimizer to compile its own, a search over seeds or learn
 over and over, and on CPUs run out of memory mappings after some hundred optimizers.
 """
 
+import contextlib
 import threading
 
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 _programs = {}
 _state = threading.local()
 # So many partial results XLA computes side by side in the vectors of a CPU.
 _PARTIAL_RESULTS = 16
+# Larger tensors do not stay in the on-chip memory of a TPU.
+_KEPT_BYTES = 32 << 20
 
 
 def call(function, *args, **static):
@@ -80,6 +84,30 @@ def _trace(function, structure, static):
 def _read(handle, spec):
     # Handles, and not variables: a variable that a function takes is the same one for all that share its trace.
     return tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype), spec.shape)
+
+
+@contextlib.contextmanager
+def within_tpu_program():
+    """The calls in it become part of the step that a TPUStrategy compiles as a whole."""
+    _state.tpu = True
+    try:
+        yield
+    finally:
+        _state.tpu = False
+
+
+def barrier(*structures):
+    """The same tensors, each of which waits for all: XLA neither combines nor computes again what stands before it."""
+    tensors = [tensor for tensor in tf.nest.flatten(structures) if tensor is not None]
+    after = iter(gen_xla_ops.xla_optimization_barrier(tensors) if tensors else ())
+    return tf.nest.map_structure(lambda tensor: None if tensor is None else next(after), structures)
+
+
+def kept(x):
+    """`x`, computed once. XLA for TPUs would compute it for each of its uses, and read again what it depends on."""
+    if getattr(_state, "tpu", False) and x.shape.num_elements() * x.dtype.size <= _KEPT_BYTES:
+        [x] = barrier(x)
+    return x
 
 
 def total(x):

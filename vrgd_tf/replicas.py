@@ -12,12 +12,16 @@ Private names of TensorFlow in use, with the reason:
 
 import concurrent.futures
 import contextlib
+import math
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from vrgd_tf import gsnr, programs
+
+# So many bytes of gradients a TPU sums together: what their update uses then fits its on-chip memory.
+_GROUP_BYTES = 4 << 20
 
 _SYNCHRONOUS = "TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, or no strategy at all"
 _ASYNCHRONOUS = (tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy)
@@ -126,6 +130,12 @@ def all_reduce_sum(tensors):
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
 
+def all_true(condition):
+    """Whether a bool scalar is True on all replicas."""
+    [failed] = all_reduce_sum([tf.cast(tf.logical_not(condition), tf.float32)])
+    return tf.equal(failed, 0)
+
+
 def assign(variables, values):
     """Writes `values`, which are the same on all replicas, to mirrored `variables`. Called on every replica."""
     variables = [unwrap(variable) for variable in variables]
@@ -178,7 +188,9 @@ def build_once(is_built, build):
     tf.distribute.get_replica_context().merge_call(lambda strategy: None if is_built() else build())
 
 
-def variance_of_samples(replica_means, gradients, squared_deviations, steps, dtype=None, call=programs.call_uncompiled):
+def variance_of_samples(
+    replica_means, gradients, squared_deviations, steps, dtype=None, used=None, call=programs.call_uncompiled
+):
     """Relative variances of the samples of all replicas.
 
     Args:
@@ -188,11 +200,20 @@ def variance_of_samples(replica_means, gradients, squared_deviations, steps, dty
         squared_deviations: list as long, of tensors or None; see `gsnr.accumulate`.
         steps: int, samples of one replica.
         dtype: the dtype in which the variances travel between replicas; None for their own.
+        used: list of bool, which of the variances are wanted; None for all.
         call: what calls a pure function: `programs.call` or `programs.call_uncompiled`.
 
     Returns:
-        List of tensors of the shapes of `gradients`, the same on every replica, of `dtype` where they travelled.
+        List of tensors of the shapes of `gradients`, the same on every replica, of `dtype` where they travelled; None
+        for each that is not wanted.
     """
+    indices = [i for i in range(len(gradients)) if used is None or used[i]]
+    lists = [[values[i] for i in indices] for values in (replica_means, gradients, squared_deviations)]
+    found = dict(zip(indices, _variances(*lists, steps, dtype, call), strict=True))
+    return [found.get(i) for i in range(len(gradients))]
+
+
+def _variances(replica_means, gradients, squared_deviations, steps, dtype, call):
     strategy = tf.distribute.get_strategy()
     static = dict(replicas=strategy.num_replicas_in_sync, steps=steps)
     if not share_memory(strategy):
@@ -220,6 +241,55 @@ def _on_each(strategy, value):
 
 def _sum_of_shares(means, gradient, deviations, **static):
     return tf.add_n([gsnr.relative_variance(m, gradient, d, **static) for m, d in zip(means, deviations, strict=True)])
+
+
+def reduce_in_turn(replica_means, squared_deviations, then, before, steps, dtype, used, call):
+    """Gradients, variances and what is made of them, in an order that suits XLA for TPUs: one group after the other.
+
+    Left alone, XLA makes one sum of all gradients and one of all variances, so that each goes to HBM and comes back for
+    every use, or it spreads a large sum over the chips and collects it again. Here each waits for the one before: the
+    gradients of a group, their variances, what follows from them, the gradients of the next group. What a group needs
+    is then on the chip. The last variables come first: a backward pass has their gradients first.
+
+    Args:
+        replica_means, squared_deviations, steps, dtype, used, call: as for `variance_of_samples`.
+        then: function of an index, its gradient, its variance or None, and `before`. It returns a structure of tensors.
+        before: structure of tensors that are computed before the first of the sums.
+
+    Returns:
+        `(results, before)`: the list of what `then` returned, and what has to take the place of `before`.
+    """
+    static = dict(replicas=tf.distribute.get_strategy().num_replicas_in_sync, steps=steps, dtype=dtype)
+    results = [None] * len(replica_means)
+    last, group_before = [], []
+    for group in _groups(replica_means):
+        means, before, last = programs.barrier([replica_means[i] for i in group], before, last)
+        for i, result in zip(group_before, last, strict=True):
+            results[i] = result
+        gradients = all_reduce_sum(means)
+        statistics = [(means[j], gradients[j], squared_deviations[i]) for j, i in enumerate(group) if used[i]]
+        shares = [call(gsnr.relative_variance, *row, **static) for row in statistics]
+        shares, gradients = programs.barrier(shares, gradients)
+        variances, gradients = programs.barrier(all_reduce_sum(shares), gradients)
+        variances = iter(variances)
+        variances = [next(variances) if used[i] else None for i in group]
+        last = [then(i, *row, before) for i, *row in zip(group, gradients, variances, strict=True)]
+        group_before = group
+    for i, result in zip(group_before, last, strict=True):
+        results[i] = result
+    return results, before
+
+
+def _groups(tensors):
+    """Lists of indices of `tensors`, from the last to the first, each of `_GROUP_BYTES` or a little more."""
+    groups, size = [], math.inf
+    for i in reversed(range(len(tensors))):
+        if size >= _GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += tensors[i].shape.num_elements() * tensors[i].dtype.size
+    return groups
 
 
 def once(function, *args):

@@ -11,7 +11,7 @@ import math
 
 import tensorflow as tf
 
-from vrgd_tf.programs import largest, total
+from vrgd_tf.programs import kept, largest, total
 
 
 def norm(x):
@@ -132,6 +132,7 @@ def lamb(
     if adapt:
         variable_norm, update_norm = norm(variable), norm(update)
         learning_rate *= _trust_ratio(variable_norm, update_norm, variable_norm, update_norm)
+        update = kept(update)
     return variable - learning_rate * update, m, v
 
 

@@ -10,25 +10,29 @@ from tensorflow.python.client import session
 from tensorflow.python.tpu import topology as topology_lib
 from tensorflow.python.tpu import tpu_strategy_util, tpu_system_metadata
 
-_DEVICE = "/job:localhost/replica:0/task:0/device:"
+CHIPS_PER_HOST = 4
 
 
 class _Resolver(tf.distribute.cluster_resolver.TPUClusterResolver):
-    """What a TPU VM's resolver answers, for one host with `chips` chips."""
+    """What the resolver of a TPU VM answers for a topology of [hosts, chips of one, 4] coordinates."""
 
-    def __init__(self, chips, topology):
-        self._chips = chips
-        self._topology_of_chips = topology
+    def __init__(self, topology, job):
+        self._topology = topology
+        self._job = job
 
     def get_tpu_system_metadata(self):
-        tpus = [session._DeviceAttributes(f"{_DEVICE}TPU:{i}", "TPU", 0, 0) for i in range(self._chips)]
-        host = session._DeviceAttributes(f"{_DEVICE}CPU:0", "CPU", 0, 0)
+        hosts, chips = self._topology.device_coordinates.shape[:2]
+        devices = []
+        for host in range(hosts):
+            prefix = f"/job:{self._job}/replica:0/task:{host}/device"
+            names = [("TPU", f"{prefix}:TPU:{i}") for i in range(chips)] + [("CPU", f"{prefix}:CPU:0")]
+            devices += [session._DeviceAttributes(name, kind, 0, 0) for kind, name in names]
         return tpu_system_metadata.TPUSystemMetadata(
-            num_cores=self._chips,
-            num_hosts=1,
-            num_of_cores_per_host=self._chips,
-            topology=self._topology_of_chips,
-            devices=(*tpus, host),
+            num_cores=hosts * chips,
+            num_hosts=hosts,
+            num_of_cores_per_host=chips,
+            topology=self._topology,
+            devices=tuple(devices),
         )
 
     tpu_hardware_feature = property(lambda self: None)
@@ -49,13 +53,19 @@ class _Resolver(tf.distribute.cluster_resolver.TPUClusterResolver):
     get_coordinator_name = get_job_name
 
 
-def fake_tpu_strategy(mesh=(2, 2)):
-    """A TPUStrategy of one host whose chips form a `mesh`, with one core each."""
+def fake_tpu_strategy(mesh=(2, 2), hosts=1, job="localhost"):
+    """A TPUStrategy whose chips form a `mesh`, with one core each.
+
+    Args:
+        mesh: pair of ints, chips in x and in y.
+        hosts: int, how many hosts share the chips, each an equal part of the rows of y.
+        job: str, the job whose tasks the hosts are. TensorFlow has to know it: see `tests/tpu/pod.py`.
+    """
     x, y = mesh
-    coordinates = np.array([[[i, j, 0, 0] for j in range(y) for i in range(x)]], np.int32)
+    coordinates = np.array([[i, j, 0, 0] for j in range(y) for i in range(x)], np.int32).reshape(hosts, -1, 4)
     topology = topology_lib.Topology(mesh_shape=np.array([x, y, 1, 1], np.int32), device_coordinates=coordinates)
     tpu_strategy_util._INITIALIZED_TPU_SYSTEMS[""] = topology
-    return tf.distribute.TPUStrategy(_Resolver(x * y, topology))
+    return tf.distribute.TPUStrategy(_Resolver(topology, job))
 
 
 def all_nodes(concrete_function):

@@ -9,6 +9,11 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vrgd_tf/__init__.py").read_text()).group(1)
 
 TENSORFLOW = ["tensorflow>=2.19,<2.22"]
+# libtpu crashes with any jax but its own. There are wheels of it for Linux alone.
+TPU_AOT = [
+    f"{requirement}; sys_platform == 'linux' and platform_machine == 'x86_64' and python_version >= '3.11'"
+    for requirement in ("jax==0.10.2", "libtpu==0.0.52")
+]
 SCRIPTS = ["absl-py>=2.1,<3", "matplotlib>=3.9,<4", "rich>=13.7,<16", "scikit-learn>=1.5,<2"]
 
 setup(
@@ -25,6 +30,8 @@ setup(
         "tensorflow": TENSORFLOW,
         # TPU wheels end with TensorFlow 2.20; libtpu comes with them.
         "tpu": ["tensorflow-tpu>=2.19,<2.21"],
+        # To export, run and compile TPU programs without a TPU: tpu_aot, benchmarks/tpu_program.py, tests/tpu.
+        "tpu-aot": [*TPU_AOT, "matplotlib>=3.9,<4"],
         "scripts": SCRIPTS,
         "test": [*SCRIPTS, "hypothesis>=6.100,<7", "pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.9,<1"],
     },

@@ -1,9 +1,10 @@
 """Compiles StableHLO for TPUs with libtpu, on a machine without one.
 
-    python -m tpu_aot.compile program.mlir v5e 256 output_folder
+    python -m tpu_aot.compile v5e 256 folder
 
-writes the scheduled HLO and the compiler's figures. libtpu takes one topology in a process, so that `compile_program`
-starts one for each. Needs the extra `tpu-aot`, which pins jax and libtpu together: other pairs crash.
+compiles each `.mlir` in the folder, and writes the scheduled HLO and the compiler's figures beside it. libtpu takes one
+topology in a process, so that `compile_programs` starts one for each. Needs the extra `tpu-aot`, which pins jax and
+libtpu together: other pairs crash.
 """
 
 import json
@@ -39,31 +40,39 @@ class Compiled(typing.NamedTuple):
 
 
 def compile_program(stablehlo, chip, chips, flags=()):
-    """The `Compiled` of a program for `chips` chips of a kind, one of `TOPOLOGIES`.
+    """The `Compiled` of one program; see `compile_programs`."""
+    return compile_programs([stablehlo], chip, chips, flags)[0]
+
+
+def compile_programs(programs, chip, chips, flags=()):
+    """The list of `Compiled` of programs for `chips` chips of a kind, one of `TOPOLOGIES`.
 
     Args:
-        stablehlo: bytes, a module as `export` gives it, written for as many replicas as there are chips.
+        programs: list of bytes, modules as `export` gives them, written for as many replicas as there are chips.
         chip: str, "v4", "v5e", "v5p" or "v6e".
         chips: int, 4 or 256.
         flags: sequence of str, of LIBTPU_INIT_ARGS.
 
     Raises:
         ValueError: if the topology is unknown.
-        RuntimeError: if libtpu does not compile the program; with its words.
+        RuntimeError: if libtpu does not compile a program; with its words.
     """
     if (chip, chips) not in TOPOLOGIES:
         raise ValueError(f"Expected one of {sorted(TOPOLOGIES)}. Received: {(chip, chips)}")
     with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
-        (folder / "program.mlir").write_bytes(stablehlo)
-        command = [sys.executable, "-m", "tpu_aot.compile", folder / "program.mlir", chip, str(chips), folder]
+        paths = [pathlib.Path(folder) / f"{i:04}.mlir" for i in range(len(programs))]
+        for path, program in zip(paths, programs, strict=True):
+            path.write_bytes(program)
+        command = [sys.executable, "-m", "tpu_aot.compile", chip, str(chips), folder]
         environment = os.environ | _ENVIRONMENT | {"LIBTPU_INIT_ARGS": " ".join(flags)}
         root = pathlib.Path(__file__).parent.parent
         process = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
         if process.returncode:
-            raise RuntimeError(f"libtpu did not compile the program for {chips} {chip}:\n{process.stderr[-4000:]}")
-        figures = json.loads((folder / "figures.json").read_text())
-        return Compiled(hlo=(folder / "program.hlo").read_text(), **figures)
+            raise RuntimeError(f"libtpu did not compile a program for {chips} {chip}:\n{process.stderr[-4000:]}")
+        return [
+            Compiled(hlo=path.with_suffix(".hlo").read_text(), **json.loads(path.with_suffix(".json").read_text()))
+            for path in paths
+        ]
 
 
 def parse_module(stablehlo):
@@ -101,21 +110,25 @@ def compile_options(replicas):
     return options
 
 
-def main(program, chip, chips, folder):
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
+def main(chip, chips, folder):
     from jax.experimental import topologies
 
     name, arguments = TOPOLOGIES[chip, int(chips)]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **arguments).devices
     if len(devices) != int(chips):
         raise ValueError(f"Expected a topology of {chips} devices. Received: {name}, of {len(devices)}")
+    for path in sorted(pathlib.Path(folder).glob("*.mlir")):
+        _compile(path, devices)
+
+
+def _compile(path, devices):
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+
     with mlir.make_ir_context():
-        module = parse_module(pathlib.Path(program).read_bytes())
+        module, options = parse_module(path.read_bytes()), compile_options(len(devices))
         start = time.perf_counter()
-        compiled = devices[0].client.compile(
-            module, xla_client.DeviceList(tuple(devices)), compile_options(len(devices))
-        )
+        compiled = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
         seconds = time.perf_counter() - start
     memory = compiled.get_compiled_memory_stats()
     figures = {
@@ -125,9 +138,8 @@ def main(program, chip, chips, folder):
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
     }
-    folder = pathlib.Path(folder)
-    (folder / "program.hlo").write_text(compiled.hlo_modules()[0].to_string())
-    (folder / "figures.json").write_text(json.dumps(figures))
+    path.with_suffix(".hlo").write_text(compiled.hlo_modules()[0].to_string())
+    path.with_suffix(".json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 
 XLA's own cost analysis counts on-chip memory as well, and knows nothing of the interconnect. Here each instruction of
 the schedule reads its operands and writes its results once, each with the padding of its tiles, as far as they lie in
-HBM; a fusion that only slices an operand reads the slices. Scalars in scalar memory and what stays in VMEM are free.
+HBM; a fusion that only slices an operand reads the slices, and an update in place moves the update. Scalars in scalar
+memory and what stays in VMEM are free.
 """
 
 import collections
 import dataclasses
 import math
 import re
+import typing
 
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
-_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "token": 0}
+_BYTES = {"pred": 1, "bf16": 2, "token": 0, "opaque": 0}
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id"}
 _HBM = 0
+# Instructions that update their first operand in place, and the position of the update.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
@@ -41,7 +45,7 @@ class Instruction:
     operands: list  # of names
     attributes: str
     is_root: bool
-    index: int  # of a parameter
+    value: typing.Any  # an int: of an integer constant, or the number of a parameter or of a tuple's element; else None
 
     def called(self, attribute):
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
@@ -81,18 +85,13 @@ class Traffic:
 
 def parse_arrays(shape):
     """The arrays of the text of a shape, a tuple's in order."""
-    return [_array(*match.groups()) for match in _ARRAY.finditer(shape) if _is_type(match.group(1))]
-
-
-def _is_type(name):
-    return name in _BYTES or re.fullmatch(r"[suf]\d+(e\d+m\d+\w*)?", name)
+    return [_array(*match.groups()) for match in _ARRAY.finditer(shape)]
 
 
 def _array(kind, dimensions, layout):
     dimensions = [int(d) for d in dimensions.split(",") if d]
-    size = _BYTES.get(kind) or (0 if kind == "token" else int(re.match(r"[suf](\d+)", kind).group(1)) / 8)
-    layout = layout or ""
-    order, _, rest = layout.partition(":")
+    size = _BYTES[kind] if kind in _BYTES else int(re.match(r"[sufc](\d+)", kind).group(1)) / 8
+    order, _, rest = (layout or "").partition(":")
     tile = re.search(r"T\(([\d,]+)\)", rest)
     if tile and dimensions:
         minor_to_major = [int(d) for d in order.split(",") if d]
@@ -124,15 +123,17 @@ def _instruction(line, start):
     shape, rest = _split_shape(line[start.end() :])
     opcode = _OPCODE.match(rest)
     arguments, attributes = _split_parentheses(rest[opcode.end() - 1 :])
-    is_parameter = opcode.group(1) == "parameter"
+    value = arguments
+    if opcode.group(1) == "get-tuple-element":
+        value = re.search(r"\bindex=(\d+)", attributes).group(1)
     return Instruction(
         name=start.group(2),
         opcode=opcode.group(1),
         arrays=parse_arrays(shape),
-        operands=[] if is_parameter else re.findall(r"%([\w.\-]+)", arguments),
+        operands=re.findall(r"%([\w.\-]+)", arguments),
         attributes=attributes,
         is_root=bool(start.group(1)),
-        index=int(arguments) if is_parameter else -1,
+        value=int(value) if re.fullmatch(r"-?\d+", value) else None,
     )
 
 
@@ -157,7 +158,7 @@ def _split_parentheses(text):
 def traffic(text):
     """The `Traffic` of one run of a scheduled module, from its text.
 
-    Of a conditional the branch that moves most counts. The body of a loop counts as often as XLA knows that it runs.
+    Of a conditional the branch that moves most counts. The body of a loop counts as often as it runs.
 
     Raises:
         ValueError: if the module is not scheduled, or a loop's number of runs is unknown.
@@ -176,21 +177,21 @@ def _traffic_of(computations, instructions, replicas):
     arrays = {instruction.name: instruction.arrays for instruction in instructions}
     for instruction in instructions:
         operands = [arrays.get(name, []) for name in instruction.operands]
-        result.add(_traffic_of_instruction(computations, instruction, operands, replicas))
+        result.add(_traffic_of_instruction(computations, instructions, instruction, operands, replicas))
     return result
 
 
-def _traffic_of_instruction(computations, instruction, operands, replicas):
+def _traffic_of_instruction(computations, instructions, instruction, operands, replicas):
     result, opcode = Traffic(), instruction.opcode
     if opcode in _FREE or opcode.endswith("-done") or opcode.endswith("-update"):
         return result
     if opcode == "custom-call" and '"ConcatBitcast"' in instruction.attributes:
         return result
     if opcode in ("while", "conditional", "call"):
-        return _traffic_of_control_flow(computations, instruction, replicas)
-    kind = _collective(computations, instruction)
-    if kind:
-        return _traffic_of_collective(instruction, kind, operands, replicas)
+        return _traffic_of_control_flow(computations, instructions, instruction, replicas)
+    collective = _collective(computations, instruction)
+    if collective:
+        return _traffic_of_collective(instruction, collective, operands, replicas)
     read, written = _reads_and_writes(computations, instruction, operands)
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     result.hbm_read, result.hbm_written = read, written
@@ -198,16 +199,16 @@ def _traffic_of_instruction(computations, instruction, operands, replicas):
     return result
 
 
-def _traffic_of_control_flow(computations, instruction, replicas):
+def _traffic_of_control_flow(computations, instructions, instruction, replicas):
     def of(name):
         return _traffic_of(computations, computations[name], replicas)
 
     result = Traffic()
     if instruction.opcode == "while":
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-        if not trips:
+        runs = _runs_of_loop(computations, instructions, instruction)
+        if runs is None:
             raise ValueError(f"Expected loops that run a known number of times. Received: {instruction.name}")
-        result.add(of(instruction.called("body")), int(trips.group(1)))
+        result.add(of(instruction.called("body")), runs)
     elif instruction.opcode == "call":
         result.add(of(instruction.called("to_apply")))
     else:
@@ -220,44 +221,103 @@ def _traffic_of_control_flow(computations, instruction, replicas):
     return result
 
 
+def _runs_of_loop(computations, instructions, loop):
+    """How often a loop runs that counts up by a constant while it is less than another; None for others.
+
+    XLA knows it, but the text of a scheduled module for TPUs does not say it.
+    """
+    body, condition = computations[loop.called("body")], computations[loop.called("condition")]
+    initial, results, test = _source(instructions, loop.operands[0]), _root(body), _root(condition)
+    if (initial.opcode, results.opcode, test.opcode) != ("tuple", "tuple", "compare"):
+        return None
+
+    def carried(inside, name):
+        """Which of the elements that the loop carries an array is; None if it is none."""
+        source = _source(inside, name)
+        is_carried = source.opcode == "get-tuple-element" and _source(inside, source.operands[0]).opcode == "parameter"
+        return source.value if is_carried else None
+
+    def constant(inside, name):
+        element = carried(inside, name)
+        if element is not None and carried(body, results.operands[element]) == element:
+            inside, name = instructions, initial.operands[element]
+        source = _source(inside, name)
+        return source.value if source.opcode == "constant" else None
+
+    counter = carried(condition, test.operands[0])
+    if counter is None or "direction=LT" not in test.attributes:
+        return None
+    following = _source(body, results.operands[counter])
+    steps = [name for name in following.operands if carried(body, name) != counter]
+    if following.opcode != "add" or len(steps) != 1:
+        return None
+    first, step = constant(instructions, initial.operands[counter]), constant(body, steps[0])
+    limit = constant(condition, test.operands[1])
+    if None in (first, step, limit) or step <= 0:
+        return None
+    return max(0, -(-(limit - first) // step))
+
+
+def _root(instructions):
+    [root] = [instruction for instruction in instructions if instruction.is_root]
+    return root
+
+
+def _source(instructions, name):
+    """The instruction that an array comes from, before copies."""
+    by_name = {instruction.name: instruction for instruction in instructions}
+    while by_name[name].opcode in ("bitcast", "copy"):
+        name = by_name[name].operands[0]
+    return by_name[name]
+
+
 def _collective(computations, instruction):
-    """The kind of collective that an instruction is, or holds; None for others."""
+    """`(kind, attributes)` of the collective that an instruction is, or holds; None for others."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in COLLECTIVES:
-        return opcode
+        return opcode, instruction.attributes
     if opcode not in ("fusion", "async"):
         return None
-    inner = computations[instruction.called("calls")]
-    opcodes = [_collective(computations, i) for i in inner]
-    kinds = [kind for kind in opcodes if kind]
-    if not kinds:
-        return None
-    # XLA for TPUs writes reduce-scatter as a fusion of an all-reduce with a slice of its result.
     name = instruction.called("calls")
-    if kinds[0] == "all-reduce" and (
-        name.startswith("all-reduce-scatter") or any(i.opcode == "dynamic-slice" for i in inner)
-    ):
-        return "reduce-scatter"
-    if kinds[0] == "all-reduce" and (
-        name.startswith("all-gather") or any(i.opcode == "dynamic-update-slice" for i in inner)
-    ):
-        return "all-gather"
-    return kinds[0]
+    inner = computations[name]
+    held = [collective for i in inner if (collective := _collective(computations, i))]
+    if not held:
+        return None
+    kind, attributes = held[0]
+    # XLA for TPUs writes reduce-scatter as a fusion of an all-reduce with a slice of its result.
+    if kind == "all-reduce":
+        if name.startswith("all-reduce-scatter") or any(i.opcode == "dynamic-slice" for i in inner):
+            kind = "reduce-scatter"
+        elif name.startswith("all-gather") or any(i.opcode == "dynamic-update-slice" for i in inner):
+            kind = "all-gather"
+    return kind, attributes
 
 
-def _traffic_of_collective(instruction, kind, operands, replicas):
-    result = Traffic()
+def _traffic_of_collective(instruction, collective, operands, replicas):
+    result, (kind, attributes) = Traffic(), collective
     read = [array for arrays in operands for array in arrays]
     written = instruction.arrays
-    if instruction.opcode.endswith("-start"):
-        # The result of a start holds its operands too, before the results.
-        written = written[len(read) :] if len(written) > len(read) else written
+    if instruction.opcode.endswith("-start") and len(written) > len(read):
+        # The result of a start holds its operands, the results, and semaphores.
+        written = written[len(read) : 2 * len(read)]
     payload = max(sum(array.bytes for array in read), sum(array.bytes for array in written))
     result.collectives[kind] += 1
     result.payload[kind] += payload
     result.collective_hbm = sum(array.hbm for array in [*read, *written])
-    result.interconnect = int(payload * (2 if kind == "all-reduce" else 1) * (replicas - 1) / replicas)
+    result.interconnect = payload
+    if kind != "collective-permute":
+        size = _group_size(attributes, replicas)
+        result.interconnect = int(payload * (2 if kind == "all-reduce" else 1) * (size - 1) / size)
     return result
+
+
+def _group_size(attributes, replicas):
+    """How many replicas take part in one collective; all of them where no groups are listed."""
+    groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", attributes)
+    if not groups:
+        return replicas
+    listed, size = groups.groups()
+    return len(listed.split(",")) if listed else int(size)
 
 
 def _reads_and_writes(computations, instruction, operands):
@@ -274,39 +334,51 @@ def _reads_and_writes(computations, instruction, operands):
     if opcode in ("slice", "dynamic-slice", "gather"):
         return min(sizes[0], sum(array.bytes for array in arrays)) + sum(sizes[1:]), written
     if opcode == "dynamic-update-slice":
-        return sum(sizes[1:]), sizes[1]
+        return sum(sizes[1:]), min(written, sum(array.bytes for array in operands[1]))
     if opcode == "fusion":
         inner = computations[instruction.called("calls")]
         read = sum(_read_of_operand(inner, i, size) for i, size in enumerate(sizes))
-        return read, min(written, _written_by(inner, written))
+        return read, _written_by(inner, arrays)
     return sum(sizes), written
 
 
 def _read_of_operand(inner, index, size):
     """Of `size` bytes of an operand of a fusion, those that it reads: the slices, where it reads only slices."""
-    names = {instruction.name for instruction in inner if instruction.index == index}
+    by_name = {instruction.name: instruction for instruction in inner}
+    names = {
+        instruction.name for instruction in inner if instruction.opcode == "parameter" and instruction.value == index
+    }
     read = 0
     for instruction in inner:
-        used = names.intersection(instruction.operands)
-        if not used:
+        if names.isdisjoint(instruction.operands):
             continue
         if instruction.opcode == "bitcast":
             names.add(instruction.name)
-        elif instruction.opcode in ("slice", "dynamic-slice", "gather") and instruction.operands[0] in used:
+        elif not names.isdisjoint(instruction.operands[1:]):
+            return size
+        elif instruction.opcode in ("slice", "dynamic-slice", "gather"):
             read += sum(array.bytes for array in instruction.arrays)
-        elif instruction.opcode == "dynamic-update-slice" and instruction.operands[0] in used:
-            continue  # It is updated in place.
-        else:
+        elif instruction.opcode == "scatter":
+            read += _bytes_of_update(by_name, instruction)  # It combines them with what is there.
+        elif instruction.opcode != "dynamic-update-slice":
             return size
     return min(size, read)
 
 
-def _written_by(inner, written):
-    """Of `written` bytes of a fusion's result, those that it writes: the update, where it updates in place."""
+def _written_by(inner, arrays):
+    """Of a fusion's results, the bytes that it writes to HBM: the updates, where it updates an operand in place."""
     by_name = {instruction.name: instruction for instruction in inner}
-    [root] = [instruction for instruction in inner if instruction.is_root]
-    while root.opcode == "bitcast":
-        root = by_name[root.operands[0]]
-    if root.opcode != "dynamic-update-slice":
-        return written
-    return sum(array.bytes for array in by_name[root.operands[1]].arrays)
+    root = _root(inner)
+    names = root.operands if root.opcode == "tuple" else [root.name]
+    if len(names) != len(arrays):  # of an instruction with more than one result
+        return sum(array.hbm for array in arrays)
+    written = 0
+    for name, array in zip(names, arrays, strict=True):
+        result = _source(inner, name)
+        in_place = result.opcode in _UPDATES and _source(inner, result.operands[0]).opcode == "parameter"
+        written += min(array.hbm, _bytes_of_update(by_name, result)) if in_place else array.hbm
+    return written
+
+
+def _bytes_of_update(by_name, instruction):
+    return sum(array.bytes for array in by_name[instruction.operands[_UPDATES[instruction.opcode]]].arrays)

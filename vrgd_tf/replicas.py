@@ -21,7 +21,7 @@ import tensorflow as tf
 from vrgd_tf import gsnr, programs
 
 # So many bytes of gradients a TPU sums together: what their update uses then fits its on-chip memory.
-_GROUP_BYTES = 4 << 20
+_GROUP_BYTES = 8 << 20
 
 _SYNCHRONOUS = "TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, or no strategy at all"
 _ASYNCHRONOUS = (tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy)

@@ -345,7 +345,8 @@ class Optimizer(keras.optimizers.Optimizer):
             used=[self._uses_gsnr(variable) for variable in variables],
             call=self._call,
         )
-        updates = [self._targets_of(*pair) for pair in zip(variables, indices, strict=True)]
+        hyper = self._hyperparameters()
+        updates = [self._targets_of(*pair, hyper) for pair in zip(variables, indices, strict=True)]
         update = self._update_in_turn if self._in_turn else self._update_together
         skip = self.skip_nonfinite or values_after is not None
         finite, targets, values = update(updates, list(means), list(deviations), skip, reduction)
@@ -358,10 +359,10 @@ class Optimizer(keras.optimizers.Optimizer):
             values += more_values
         replicas.assign(targets, values)
 
-    def _targets_of(self, variable, index):
+    def _targets_of(self, variable, index, hyper):
         """What an update of a variable writes, and the Python values that it depends on."""
         slots = {name: column[index] for name, column in vars(self._slots).items() if column[index] is not None}
-        static = dict(hyper=self._hyperparameters(), decays=self._decays(variable), adapts=self._adapts(variable))
+        static = dict(hyper=hyper, decays=self._decays(variable), adapts=self._adapts(variable))
         # A constraint is the user's code, which XLA may not be able to compile.
         static["constraint"] = getattr(variable, "constraint", None)
         return tf.nest.map_structure(replicas.unwrap, (variable, slots)), static

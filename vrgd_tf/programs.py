@@ -3,6 +3,8 @@
 TensorFlow keeps a compiled program for as long as the process lives, whatever becomes of the `tf.function` that it
 comes from. Were each optimizer to compile its own, a search over seeds or learning rates would compile the same update
 over and over, and on CPUs run out of memory mappings after some hundred optimizers.
+
+A private name of TensorFlow in use: `gen_xla_ops.xla_optimization_barrier`, for `barrier`.
 """
 
 import contextlib

@@ -28,6 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 import vrgd_tf
+from tpu_aot.programs import resnet50
 from vrgd_tf import gsnr, programs, replicas, rules
 
 ACCUMULATION_STEPS = 4  # of one replica
@@ -59,14 +60,6 @@ def bert_small():
     layer = 4 * dense + norm + [(512, 2048), (2048,), (2048, 512), (512,)] + norm
     embeddings = [(30522, 512), (512, 512), (2, 512), *norm]
     return embeddings + 4 * layer + dense + dense + norm + [(30522,), (512, 2), (2,)]
-
-
-def resnet50():
-    """Shapes of ResNet-50: 25.6M parameters."""
-    model = keras.applications.ResNet50(weights=None)
-    # Keras' convolutions have biases, which the network of the paper has not.
-    biases = {layer.bias.path for layer in model.layers if isinstance(layer, keras.layers.Conv2D)}
-    return [tuple(v.shape) for v in model.trainable_variables if v.path not in biases]
 
 
 SETS = {"bert-small": bert_small, "resnet50": resnet50}

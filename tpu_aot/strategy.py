@@ -13,8 +13,6 @@ from tensorflow.python.client import session
 from tensorflow.python.tpu import topology as topology_lib
 from tensorflow.python.tpu import tpu_strategy_util, tpu_system_metadata
 
-CHIPS_PER_HOST = 4
-
 
 class _Resolver(tf.distribute.cluster_resolver.TPUClusterResolver):
     """What the resolver of a TPU VM answers for a topology of [hosts, chips of one, 4] coordinates."""

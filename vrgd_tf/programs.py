@@ -107,7 +107,9 @@ def barrier(*structures):
 
 def kept(x):
     """`x`, computed once. XLA for TPUs would compute it for each of its uses, and read again what it depends on."""
-    if getattr(_state, "tpu", False) and x.shape.num_elements() * x.dtype.size <= _KEPT_BYTES:
+    # A program of its own is not for a TPU alone.
+    inlined = getattr(_state, "tpu", False) and not getattr(_state, "tracing", False)
+    if inlined and x.shape.num_elements() * x.dtype.size <= _KEPT_BYTES:
         [x] = barrier(x)
     return x
 

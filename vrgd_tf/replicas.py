@@ -260,12 +260,10 @@ def reduce_in_turn(replica_means, squared_deviations, then, before, steps, dtype
         `(results, before)`: the list of what `then` returned, and what has to take the place of `before`.
     """
     static = dict(replicas=tf.distribute.get_strategy().num_replicas_in_sync, steps=steps, dtype=dtype)
-    results = [None] * len(replica_means)
-    last, group_before = [], []
+    results, last = [], []
     for group in _groups(replica_means):
         means, before, last = programs.barrier([replica_means[i] for i in group], before, last)
-        for i, result in zip(group_before, last, strict=True):
-            results[i] = result
+        results += last
         gradients = all_reduce_sum(means)
         statistics = [(means[j], gradients[j], squared_deviations[i]) for j, i in enumerate(group) if used[i]]
         shares = [call(gsnr.relative_variance, *row, **static) for row in statistics]
@@ -274,10 +272,7 @@ def reduce_in_turn(replica_means, squared_deviations, then, before, steps, dtype
         variances = iter(variances)
         variances = [next(variances) if used[i] else None for i in group]
         last = [then(i, *row, before) for i, *row in zip(group, gradients, variances, strict=True)]
-        group_before = group
-    for i, result in zip(group_before, last, strict=True):
-        results[i] = result
-    return results, before
+    return [*results, *last][::-1], before
 
 
 def _groups(tensors):

@@ -7,6 +7,7 @@ that is why it is not the one that runs the tests.
 
 import collections
 import json
+import math
 import os
 import socket
 
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 from tests import harness
 from tests.tpu import test_trace
-from tpu_aot.strategy import CHIPS_PER_HOST, bytes_of, fake_tpu_strategy
+from tpu_aot.strategy import bytes_of, fake_tpu_strategy
 
 HOSTS = 4
 MESH = (4, 4)
@@ -33,7 +34,7 @@ def pod_strategy():
         at.close()
     # One thread for each: the process has many of them, and nothing to compute.
     config = tf.compat.v1.ConfigProto(
-        device_count={"CPU": CHIPS_PER_HOST}, inter_op_parallelism_threads=1, intra_op_parallelism_threads=1
+        device_count={"CPU": math.prod(MESH) // HOSTS}, inter_op_parallelism_threads=1, intra_op_parallelism_threads=1
     )
     servers = [tf.distribute.Server(cluster, "worker", task, config=config) for task in range(HOSTS)]
     tf.config.experimental_connect_to_cluster(cluster)

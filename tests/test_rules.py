@@ -56,6 +56,16 @@ def test_bias_correction_to_full_precision(beta, step):
     np.testing.assert_allclose(rules.bias_correction(beta, tf.constant(step, tf.float32)).numpy(), exact, rtol=1e-6)
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 3, 8, 1000, 65535, 65536, 10**9])
+def test_divide_count(divisor, call, rng):
+    near = [2**16, 2**31, 2**32, 2**48 - 1, 7 * divisor]
+    counts = {0, 1, *near, *(n - 1 for n in near), *rng.integers(2**48, size=50).tolist()}
+    for count in counts:
+        found = call(rules.divide_count, tf.constant(count, tf.int64), divisor=divisor)
+        assert [int(x) for x in found] == list(divmod(count, divisor))
+        assert {x.dtype for x in found} == {tf.int64}
+
+
 LAYERWISE = dict(momentum=0.0, nesterov=False, trust_coefficient=0.01, adapt=True)
 
 

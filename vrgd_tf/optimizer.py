@@ -133,8 +133,7 @@ class Optimizer(keras.optimizers.Optimizer):
         """How many updates there were, skipped ones included: an int64 scalar tensor."""
         iterations = tf.convert_to_tensor(self._iterations)
         steps = self.gradient_accumulation_steps
-        # A division of 64 bits is hundreds of operations on a TPU.
-        return iterations // steps if steps else iterations
+        return self._divided(iterations, steps)[0] if steps else iterations
 
     @property
     def skipped_updates(self):
@@ -315,7 +314,13 @@ class Optimizer(keras.optimizers.Optimizer):
         return self._call(_unscaled, gradient, scale, dtype=dtype)
 
     def _accumulated_steps(self):
-        return self._iterations % self.gradient_accumulation_steps
+        return self._divided(tf.convert_to_tensor(self._iterations), self.gradient_accumulation_steps)[1]
+
+    def _divided(self, count, divisor):
+        """Quotient and remainder of a count."""
+        # A GPU divides 64 bits, and has no division of 32 unsigned ones.
+        tpu = replicas.is_tpu(self._distribution_strategy)
+        return rules.divide_count(count, divisor) if tpu else (count // divisor, count % divisor)
 
     def _accumulate(self, variables, samples):
         for variable, sample in zip(variables, samples, strict=True):
@@ -400,7 +405,7 @@ class Optimizer(keras.optimizers.Optimizer):
         if skip:
             # The sums would tell it too, but then all of them had to be there before the first update.
             count = self.samples() // reduction["steps"]
-            finite = replicas.all_true(self._finite([mean * count for mean in means]))
+            finite, means = replicas.check_in_turn(lambda means: self._finite([mean * count for mean in means]), means)
         targets = [targets for targets, _ in updates]
 
         def new_values(i, gradient, variance, step):
@@ -425,7 +430,7 @@ class Optimizer(keras.optimizers.Optimizer):
         return None
 
     def _finite(self, tensors):
-        return tf.reduce_all([self._call(rules.is_finite, tensor) for tensor in tensors])
+        return tf.reduce_all(tf.convert_to_tensor([self._call(rules.is_finite, tensor) for tensor in tensors], tf.bool))
 
     def _gradient_scale(self, gradients):
         if self.global_clipnorm is None:
@@ -457,7 +462,7 @@ class Optimizer(keras.optimizers.Optimizer):
             weight_decay=self._current_weight_decay(),
             gradient_scale=gradient_scale,
             overwrite_with_average=(
-                tf.equal((iterations + 1) % self.ema_overwrite_frequency, 0)
+                tf.equal(self._divided(iterations + 1, self.ema_overwrite_frequency)[1], 0)
                 if self.use_ema and self.ema_overwrite_frequency
                 else None
             ),

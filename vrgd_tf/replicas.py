@@ -22,6 +22,8 @@ from vrgd_tf import gsnr, programs
 
 # So many bytes of gradients a TPU sums together: what their update uses then fits its on-chip memory.
 _GROUP_BYTES = 8 << 20
+# So many groups of gradients stay in that memory after a look at them.
+_KEPT_GROUPS = 5
 
 _SYNCHRONOUS = "TPUStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, or no strategy at all"
 _ASYNCHRONOUS = (tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy)
@@ -241,6 +243,24 @@ def _on_each(strategy, value):
 
 def _sum_of_shares(means, gradient, deviations, **static):
     return tf.add_n([gsnr.relative_variance(m, gradient, d, **static) for m, d in zip(means, deviations, strict=True)])
+
+
+def check_in_turn(check, tensors):
+    """Whether `check(tensors)` holds on all replicas, looked at in an order that suits XLA for TPUs.
+
+    `reduce_in_turn` begins with the last of them. They are looked at after the others, and are then on the chip.
+
+    Args:
+        check: function of a list of tensors that returns a bool scalar.
+        tensors: list of tensors.
+
+    Returns:
+        `(passed, tensors)`: a bool scalar, the same on all replicas, and what has to take the place of `tensors`.
+    """
+    start = min((min(group) for group in _groups(tensors)[:_KEPT_GROUPS]), default=0)
+    first_passed, last = programs.barrier(check(tensors[:start]), tensors[start:])
+    passed = all_true(tf.logical_and(first_passed, check(last)))
+    return passed, [*tensors[:start], *last]
 
 
 def reduce_in_turn(replica_means, squared_deviations, then, before, steps, dtype, used, call):

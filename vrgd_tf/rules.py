@@ -50,6 +50,24 @@ def where_finite(finite, new, old):
     return new if finite is None else tf.where(finite, new, old)
 
 
+def divide_count(count, divisor):
+    """`(count // divisor, count % divisor)` of an int64 tensor, below 2**48, and a positive Python int.
+
+    A division of 64 bits is 900 operations of a TPU's program. This one is two divisions of 32, by digits of 16 bits.
+    """
+    if divisor >= 1 << 16:
+        return count // divisor, count % divisor
+    bits, divisor = 16, tf.constant(divisor, tf.uint32)
+    high = tf.cast(tf.bitwise.right_shift(count, bits), tf.uint32)
+    low = tf.cast(tf.bitwise.bitwise_and(count, (1 << bits) - 1), tf.uint32)
+    high_quotient = high // divisor
+    low += tf.bitwise.left_shift(high - high_quotient * divisor, bits)
+    low_quotient = low // divisor
+    remainder = tf.cast(low - low_quotient * divisor, count.dtype)
+    high_quotient, low_quotient = (tf.cast(x, count.dtype) for x in (high_quotient, low_quotient))
+    return tf.bitwise.left_shift(high_quotient, bits) + low_quotient, remainder
+
+
 def sgd(variable, gradient, momentum_buffer, learning_rate, finite=None, *, momentum, nesterov):
     """SGD as Keras defines it; `momentum_buffer` is None where `momentum` is 0."""
     step = learning_rate * gradient

@@ -9,8 +9,17 @@ from tests.test_optimizers import reference_weights
 from tests.tpu import needs_jax
 from tpu_aot.execute import execute
 from tpu_aot.export import export, replica_strategy
+from vrgd_tf import replicas as replicas_module
 
 SHAPES = [(6, 4), (4,), (2, 3, 4), ()]
+
+
+@pytest.fixture(params=["all in one group", "a group for each variable"])
+def groups(request, monkeypatch):
+    """The groups that an update takes one after the other: these variables are too small to make more than one."""
+    if request.param != "all in one group":
+        monkeypatch.setattr(replicas_module, "_GROUP_BYTES", 1)
+        monkeypatch.setattr(replicas_module, "_KEPT_GROUPS", 2)
 
 
 def run(name, start, samples, replicas, steps=None, **changes):
@@ -45,7 +54,7 @@ def check(variables, value, expected, tolerance=1e-5):
 @needs_jax
 @pytest.mark.parametrize("replicas, steps", [(4, 2), (8, None)])
 @pytest.mark.parametrize("name", harness.OPTIMIZERS)
-def test_exported_program_equals_the_float64_reference(name, replicas, steps, rng):
+def test_exported_program_equals_the_float64_reference(name, replicas, steps, groups, rng):
     start = [rng.normal(size=shape) for shape in SHAPES]
     samples = harness.make_samples(rng, 3, replicas * (steps or 1), SHAPES)
     _, variables, value = run(name, start, samples, replicas, steps)
@@ -75,14 +84,16 @@ def test_features_equal_the_float64_reference(feature, rng):
 
 @needs_jax
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_update_with_a_bad_sample_on_one_replica_is_skipped_on_all(bad, rng):
+@pytest.mark.parametrize("at", [1, 3])
+def test_update_with_a_bad_sample_on_one_replica_is_skipped_on_all(at, bad, groups, rng):
     """3e38 on two of the replicas is finite on each, and not in their sum."""
     start = [rng.normal(size=shape) for shape in SHAPES]
     samples = harness.make_samples(rng, 3, 4, SHAPES)
     good = [samples[0], samples[2]]
     for replica in [1, 2] if np.isfinite(bad) else [2]:
-        samples[1][replica][1] = np.float64(samples[1][replica][1])
-        samples[1][replica][1][0] = 4 * bad  # Each replica has a fourth of it.
+        sample = np.array(samples[1][replica][at], np.float64)
+        sample.flat[0] = 4 * bad  # Each replica has a fourth of it.
+        samples[1][replica][at] = sample
     optimizer, variables, value = run("VRMomentum", start, samples, 4)
     check(variables, value, reference_weights("VRMomentum", start, good)[-1])
     np.testing.assert_array_equal(value(optimizer._skipped_updates), [1] * 4)

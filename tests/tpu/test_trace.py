@@ -43,6 +43,7 @@ HOST_OPS = {
     "StringFormat",
 }
 COLLECTIVE = re.compile("AllToAll|AllReduce|AllGather|ReduceScatter|Collective|CrossReplica")
+LONG_INTEGERS = {tf.int64.as_datatype_enum, tf.uint64.as_datatype_enum}
 ONE_SCALAR = collections.Counter({((), "float32"): 1})
 
 
@@ -115,6 +116,8 @@ def check_stays_on_the_device(computation):
     for operation in computation.operations:
         attributes = operation.node_def.attr
         assert "_xla_outside_compilation" not in attributes, f"left to the host: {operation.name}"
+        # XLA for TPUs makes hundreds of operations of a division of 64 bits.
+        assert not ("Div" in operation.type or "Mod" in operation.type) or attributes["T"].type not in LONG_INTEGERS
         assert not ("_XlaMustCompile" in attributes and attributes["_XlaMustCompile"].b), f"inner jit: {operation.name}"
 
 
